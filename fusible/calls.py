@@ -40,6 +40,11 @@ def capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
+def may_cache() -> bool:
+    """Whether what an operation gives now may be kept for later calls: not traced or captured."""
+    return not (torch.compiler.is_compiling() or capturing() or is_fake())
+
+
 def is_direct(x: object) -> bool:
     """Whether the dispatcher would run nothing but the CUDA implementation of an op of ``x``.
 

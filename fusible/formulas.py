@@ -113,10 +113,7 @@ def join_glu(gate: Tensor, linear: Tensor, interleave: int | None) -> Tensor:
     """The inverse of :func:`split_glu`."""
     if interleave is None:
         return torch.cat((gate, linear), dim=-1)
-    blocks = (
-        torch.unflatten(gate, -1, (-1, interleave)),
-        torch.unflatten(linear, -1, (-1, interleave)),
-    )
+    blocks = [torch.unflatten(half, -1, (-1, interleave)) for half in (gate, linear)]
     return torch.stack(blocks, dim=-2).flatten(-3)
 
 

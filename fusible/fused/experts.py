@@ -12,14 +12,13 @@ from fusible.formulas import cast
 from fusible.fused.grouped_mlp import MLP_CONDITIONS, AnyActivation, GroupedMLP
 from fusible.fused.kernel_selection import SM90_FP8_ROW, SM90_ROW
 from fusible.fuser.conditions import equal, this
-from fusible.fuser.context import OperationContext
 from fusible.fuser.rules import rule
 from fusible.kernels import moe
 from fusible.ops import Combine, Dispatch, FusedOperation, GroupedLinear
 from fusible.ops.exchange import copy_received
 from fusible.ops.grouped_kernels import GroupedKernels
 from fusible.ops.matrices import GatheredRows
-from fusible.ops.op import ExtraTensors, FusedGrads, FusedOutputs
+from fusible.ops.op import BasicOperation, Contexts, ExtraTensors, FusedGrads, FusedOutputs
 from fusible.recipes.recipe import Recipe
 
 _GATHERS = (
@@ -36,18 +35,12 @@ class MoEExperts(FusedOperation):
     Kernels that quantize gather rows as they read: rows are not written.
     """
 
-    def __init__(
-        self,
-        kernels: GroupedKernels,
-        dispatch: Dispatch,
-        fc1: GroupedLinear,
-        act: AnyActivation,
-        fc2: GroupedLinear,
-        combine: Combine,
-    ) -> None:
-        super().__init__([dispatch, fc1, act, fc2, combine])
-        self._parts = dispatch, fc1, act, fc2, combine
-        self._mlp = GroupedMLP(kernels, fc1, act, fc2)
+    _basic_ops: tuple[Dispatch, GroupedLinear, AnyActivation, GroupedLinear, Combine]
+
+    def __init__(self, basic_ops: Sequence[BasicOperation], kernels: GroupedKernels) -> None:
+        super().__init__(basic_ops)
+        dispatch, *mlp, combine = self._basic_ops
+        self._mlp = GroupedMLP(mlp, kernels)
         self.saves = f"row map, {self._mlp.saves}"
         if dispatch.recompute_rows:
             self.saves += "; of x only the tokens"
@@ -60,42 +53,37 @@ class MoEExperts(FusedOperation):
 
     def notes(self, dtype: str, target: Any) -> tuple[str, ...]:
         """What runs during the exchanges of a group."""
-        if self._parts[0].process_group is None:
+        if self._basic_ops[0].process_group is None:
             return ()
         return (
             "the gradients of the tokens are sent while the weight gradient of the first linear is "
             "computed; nothing runs while the tokens are",
         )
 
-    def forward_impl(
-        self,
-        ctxs: Sequence[OperationContext],
-        x: Tensor,
-        extra_inputs: ExtraTensors,
-    ) -> FusedOutputs:
+    def forward_impl(self, ctxs: Contexts, x: Tensor, extra: ExtraTensors) -> FusedOutputs:
         """Row map, rows, two products, sums."""
         first, *middle, last = ctxs
-        dispatch, *_, combine = self._parts
+        dispatch, *_, combine = self._basic_ops
         kernels = self._mlp.kernels
         # Gather only if groups and row map are this dispatch's own.
-        gathers = self._gathers and extra_inputs[1][0] is extra_inputs[4][0] is None
+        gathers = self._gathers and extra[1][0] is extra[4][0] is None
         # If all extra inputs are its own, it alone gets gradients of rows, and reads them, as its
         # other outputs, by the row map: none past the last group.
-        if all([t is None for extra in extra_inputs[1:] for t in extra]):
+        if all([t is None for of_op in extra[1:] for t in of_op]):
             for ctx in ctxs:
                 ctx.zero_tail = False
-        placed = dispatch.place(first, x, *extra_inputs[0])
+        placed = dispatch.place(first, x, *extra[0])
         rows: Any
         rows, *outputs = (dispatch.gathered if gathers else dispatch.scattered)(first, placed)
         own = dict(zip(dispatch.extra_output_names, outputs, strict=True))
         # What the dispatch gives to the others arrives as None.
         given = [
-            [own[op.extra_input_name(i)] if t is None else t for i, t in enumerate(extra)]
-            for op, extra in zip(self._parts, extra_inputs, strict=True)
+            [own[op.extra_input_name(i)] if t is None else t for i, t in enumerate(of_op)]
+            for op, of_op in zip(self._basic_ops, extra, strict=True)
         ]
         first.gathers = gathers
         # Which of the activation, FC2's bias and the combine take its scales.
-        first.gives_scales = [None in of_op[-1:] for of_op in extra_inputs[2:]]
+        first.gives_scales = [None in of_op[-1:] for of_op in extra[2:]]
         y, _ = self._mlp.forward_impl(middle, rows, given[1:4])
         y = combine.forward_impl(last, y, *given[4])
         if gathers:
@@ -108,22 +96,19 @@ class MoEExperts(FusedOperation):
     @property
     def communicates(self) -> bool:
         """Over a group, as ``Combine``."""
-        return self._parts[-1].communicates
+        return self._basic_ops[-1].communicates
 
-    def begin_sending(self, ctxs: Sequence[OperationContext], grad_output: Tensor) -> None:
+    def begin_sending(self, ctxs: Contexts, grad_output: Tensor) -> None:
         """Begin to send the gradients of the sums."""
         sent_map = ctxs[0].saved_tensors[-1]
-        self._parts[-1].begin_token_grads(ctxs[-1], grad_output, sent_map)
+        self._basic_ops[-1].begin_token_grads(ctxs[-1], grad_output, sent_map)
 
     def backward_impl(
-        self,
-        ctxs: Sequence[OperationContext],
-        grad_output: Tensor,
-        grad_extra_outputs: ExtraTensors,
+        self, ctxs: Contexts, grad_output: Tensor, grad_extra_outputs: ExtraTensors
     ) -> FusedGrads:
         """As the parts would, in the order that needs the least memory."""
         first, *middle, last = ctxs
-        dispatch, fc1, _, _, combine = self._parts
+        dispatch, fc1, _, _, combine = self._basic_ops
         dy: Any
         kernels = self._mlp.kernels
         row_map, *others = first.saved_tensors
@@ -182,4 +167,4 @@ def moe_experts(
     combine: Combine,
 ) -> MoEExperts:
     """1.02x as fast as its parts on qwen3-30b, 28 % less memory; `recompute_rows` saves more."""
-    return MoEExperts(kernels, dispatch, fc1, act, fc2, combine)
+    return MoEExperts([dispatch, fc1, act, fc2, combine], kernels)

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from fusible.fused.kernel_selection import KERNELS, NO_OVERRIDE, SM90_INTERLEAVES, needs_sm90
 from fusible.fuser.conditions import equal, multiple_of, one_of, this, where
-from fusible.fuser.context import OperationContext
 from fusible.fuser.plan import Plan
 from fusible.fuser.plan_key import PlanKey
 from fusible.fuser.rules import rule
@@ -37,7 +35,7 @@ from fusible.ops import (
     SReLU,
     SwiGLU,
 )
-from fusible.ops.grouped_direct import DirectGLU, DirectMLP, plan_needs_no_checks
+from fusible.ops.grouped_fast_path import LinearGLUFastPath, MLPFastPath, plan_fits_fast_path
 from fusible.ops.grouped_kernels import (
     LIBRARY,
     Activated,
@@ -45,10 +43,18 @@ from fusible.ops.grouped_kernels import (
     GroupedOperand,
     LinearCall,
 )
-from fusible.ops.grouped_linear import SavedLinear, operand_rows
+from fusible.ops.grouped_linear import operand_rows
 from fusible.ops.inputs import check_row_scales
 from fusible.ops.matrices import restore_leading_dims
-from fusible.ops.op import ExtraTensors, FusedGrads, FusedOutputs, Grads
+from fusible.ops.op import (
+    BasicOperation,
+    Contexts,
+    ExtraTensors,
+    FusedGrads,
+    FusedOutputs,
+    Grads,
+)
+from fusible.ops.weights import SavedLinear
 from fusible.recipes.recipe import Recipe
 
 AnyActivation = (
@@ -59,25 +65,17 @@ AnyActivation = (
 """Every activation, with scales or without; the rules' conditions say which ones kernels have."""
 
 
-class _FC1Output(NamedTuple):
-    """The first linear of a grouped MLP with its activation, computed."""
-
-    activated: Activated
-    call: LinearCall
-    scales: Tensor | None
-    """Of the activation, as the kernels take them."""
-    scales_dtype: torch.dtype | None
-    """As the caller gave them; None if the activation has none."""
-
-
 def _linear_glu(
     linear: GroupedLinear,
     act: AnyActivation,
-    ctxs: Sequence[OperationContext],
+    ctxs: Contexts,
     x: Tensor,
     extra_inputs: ExtraTensors,
-) -> _FC1Output:
-    """A linear and its activation in one kernel; saves what the linear documents."""
+) -> tuple[Activated, LinearCall, Tensor | None]:
+    """A linear and its activation in one kernel; saves what the linear documents.
+
+    Also gives the linear's call, and the activation's scales as the kernels take them.
+    """
     ctx, ctx_act = ctxs
     scales = None
     if act.num_extra_inputs:
@@ -91,7 +89,7 @@ def _linear_glu(
     weights, backward_weights = kernels.weights(call)
     activated = kernels.glu(call, act, operand.row, weights, prepared, ctx_act.requires_grad)
     linear.save(call, operand.column, None, backward_weights)
-    return _FC1Output(activated, call, prepared, None if scales is None else scales.dtype)
+    return activated, call, prepared
 
 
 class GroupedLinearGLU(FusedOperation):
@@ -99,27 +97,22 @@ class GroupedLinearGLU(FusedOperation):
 
     _basic_ops: tuple[GroupedLinear, AnyActivation]
 
-    def direct(self, plan: Plan, call: PlanKey) -> DirectGLU | None:
+    def fast_path(self, plan: Plan, call: PlanKey) -> LinearGLUFastPath | None:
         """As a node of its own with the unfused backward, which both ops take part in."""
         needs, act_needs = plan.grad
-        together = needs.requires_grad == act_needs.requires_grad
-        if not (together and plan_needs_no_checks(call, *self._basic_ops)):
+        both_or_none = needs.requires_grad == act_needs.requires_grad
+        if not (both_or_none and plan_fits_fast_path(call, *self._basic_ops)):
             return None
-        return DirectGLU(call, plan.grad, *self._basic_ops)
+        return LinearGLUFastPath(call, plan.grad, *self._basic_ops)
 
-    def forward_impl(
-        self,
-        ctxs: Sequence[OperationContext],
-        x: Tensor,
-        extra_inputs: ExtraTensors,
-    ) -> FusedOutputs:
+    def forward_impl(self, ctxs: Contexts, x: Tensor, extra: ExtraTensors) -> FusedOutputs:
         """One launch; the pre-activation is stored only if a backward will read it."""
         (linear, act), ctx_act = self._basic_ops, ctxs[1]
-        made = _linear_glu(linear, act, ctxs, x, extra_inputs)
+        activated, *_ = _linear_glu(linear, act, ctxs, x, extra)
         if ctx_act.requires_grad:
-            preact = restore_leading_dims(made.activated.preact, x)
-            act.save_input(ctx_act, preact, *extra_inputs[1])
-        return restore_leading_dims(made.activated.output, x), [(), ()]
+            preact = restore_leading_dims(activated.preact, x)
+            act.save_input(ctx_act, preact, *extra[1])
+        return restore_leading_dims(activated.output, x), [(), ()]
 
 
 class GroupedMLP(FusedOperation):
@@ -131,71 +124,62 @@ class GroupedMLP(FusedOperation):
     kernels do that.
     """
 
-    def __init__(
-        self, kernels: GroupedKernels, fc1: GroupedLinear, act: AnyActivation, fc2: GroupedLinear
-    ) -> None:
-        super().__init__([fc1, act, fc2])
+    _basic_ops: tuple[GroupedLinear, AnyActivation, GroupedLinear]
+
+    def __init__(self, basic_ops: Sequence[BasicOperation], kernels: GroupedKernels) -> None:
+        super().__init__(basic_ops)
+        fc1, act, _ = self._basic_ops
         self.kernels = kernels
         scales = ", scales" if act.num_extra_inputs else ""
         self.saves = f"{kernels.saves or fc1.saves}, pre-activation{scales}"
-        self._parts = fc1, act, fc2
 
     def multiplies(self, recipe: Recipe) -> str:
         """What the kernels multiply, for ``explain``."""
-        fc1, _, fc2 = self._parts
+        fc1, _, fc2 = self._basic_ops
         return self.kernels.multiplies(recipe, fc1, fc2)
 
-    def direct(self, plan: Plan, call: PlanKey) -> DirectMLP | None:
+    def fast_path(self, plan: Plan, call: PlanKey) -> MLPFastPath | None:
         """With the library's kernels, as a node of its own."""
-        if not (self.kernels is LIBRARY and plan_needs_no_checks(call, *self._parts)):
+        if not (self.kernels is LIBRARY and plan_fits_fast_path(call, *self._basic_ops)):
             return None
-        return DirectMLP(call, plan.grad, *self._parts)
+        return MLPFastPath(call, plan.grad, *self._basic_ops)
 
-    def forward_impl(
-        self,
-        ctxs: Sequence[OperationContext],
-        x: Tensor,
-        extra_inputs: ExtraTensors,
-    ) -> FusedOutputs:
+    def forward_impl(self, ctxs: Contexts, x: Tensor, extra: ExtraTensors) -> FusedOutputs:
         """Two launches."""
-        fc1, act, fc2 = self._parts
+        fc1, act, fc2 = self._basic_ops
         ctx1, ctx_act, ctx2 = ctxs
         ctx1.kernels = ctx2.kernels = self.kernels
-        split_sizes, *bias_scale = extra_inputs[2]
+        split_sizes, *bias_scale = extra[2]
         fc2.refuse_tracing()
         row_scale = fc2.prepare_scales(ctx2, x, *bias_scale or [None])
         output = fc2.output_buffer(ctx2, x)
-        made = _linear_glu(fc1, act, ctxs[:2], x, extra_inputs[:2])
+        activated, call, scales = _linear_glu(fc1, act, ctxs[:2], x, extra[:2])
         fc2.check_alignment(split_sizes)
         y = fc2.product(
-            made.call._replace(linear=fc2, ctx=ctx2),
-            made.activated.output,
+            call._replace(linear=fc2, ctx=ctx2),
+            activated.output,
             row_scale,
             output,
             save_x=self.kernels.saves_activation(ctx2, act),
         )
         if ctx_act.requires_grad:
-            ctx_act.held, ctx_act.scales_dtype = hooks_hold_saved(), made.scales_dtype
-            ctx_act.save_for_backward(made.activated.preact, made.scales)
+            ctx_act.held = hooks_hold_saved()
+            ctx_act.scales_dtypes = tuple([t.dtype for t in extra[1] if t is not None])
+            ctx_act.save_for_backward(activated.preact, scales)
         return restore_leading_dims(y, x), [(), (), ()]
 
-    def backward_impl(
-        self,
-        ctxs: Sequence[OperationContext],
-        grad_output: Tensor,
-        grad_extra_outputs: ExtraTensors,
-    ) -> FusedGrads:
+    def backward_impl(self, ctxs: Contexts, dy: Tensor, dextras: ExtraTensors) -> FusedGrads:
         """FC2's data and weight gradients, the activation's, FC1's two."""
-        fc1, *_ = self._parts
-        second = self.fc2_backward(ctxs, grad_output)
-        dx = fc1.data_grad(second.saved, second.dpreact, grad_output)
-        params1, extra1 = self.fc1_grads(second, second.saved.x, grad_output)
-        dscales = [restore_leading_dims(t, grad_output) for t in second.dscales]
+        fc1, *_ = self._basic_ops
+        second = self.fc2_backward(ctxs, dy)
+        dx = fc1.data_grad(second.saved, second.dpreact, dy)
+        params1, extra1 = self.fc1_grads(second, second.saved.x, dy)
+        dscales = [restore_leading_dims(t, dy) for t in second.dscales]
         return dx, [params1, (), second.params], [extra1, dscales, second.extra]
 
-    def fc2_backward(self, ctxs: Sequence[OperationContext], grad_output: Tensor) -> FC2Backward:
+    def fc2_backward(self, ctxs: Contexts, grad_output: Tensor) -> FC2Backward:
         """The backward of FC2 and of the activation."""
-        fc1, act, fc2 = self._parts
+        fc1, act, fc2 = self._basic_ops
         ctx1, ctx_act, ctx2 = ctxs
         dy = operand_rows(ctx2, grad_output)
         saved1 = fc1.restored(ctx1, dy.shape[0])
@@ -219,13 +203,13 @@ class GroupedMLP(FusedOperation):
         if d.bias is not None:
             dpreact = dpreact._replace(sums=d.bias)
         plain = d.preact if isinstance(d.preact, Tensor) else None
-        dtype = ctx_act.scales_dtype
-        dscales = () if dtype is None else (d.scales.to(dtype),)
+        dscales = tuple([d.scales.to(dtype) for dtype in ctx_act.scales_dtypes])
         return FC2Backward(dpreact, plain, dscales, params, extra, saved1)
 
     def fc1_grads(self, second: FC2Backward, x: Any, grad_output: Tensor) -> tuple[Grads, Grads]:
         """Gradients of FC1's parameters and extra inputs, from its input ``x``."""
-        return self._parts[0].grads(second.saved, second.dpreact, x, second.values, grad_output)
+        fc1, *_ = self._basic_ops
+        return fc1.grads(second.saved, second.dpreact, x, second.values, grad_output)
 
 
 class FC2Backward(NamedTuple):
@@ -266,7 +250,7 @@ def grouped_mlp(
     kernels: GroupedKernels, fc1: GroupedLinear, act: AnyActivation, fc2: GroupedLinear
 ) -> GroupedMLP:
     """The activation is in an epilogue, as is its backward, except by FP8 products on Hopper."""
-    return GroupedMLP(kernels, fc1, act, fc2)
+    return GroupedMLP([fc1, act, fc2], kernels)
 
 
 @rule(

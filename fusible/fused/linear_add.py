@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -46,23 +48,19 @@ def _add_product(
 class LinearAdd(FusedOperation):
     """Forward of ``scale * (x @ weight.T) + addend``, with or without the scale."""
 
-    def __init__(
-        self, linear: BasicLinear, scale: ConstantScale | None, add: AddExtraInput
-    ) -> None:
-        super().__init__([op for op in (linear, scale, add) if op is not None])
-        self._parts = linear, add
-        self._alpha = 1.0 if scale is None else scale.scale
+    _basic_ops: tuple[Any, ...]
 
     def forward_impl(self, ctxs: Contexts, input_: Tensor, extra: ExtraTensors) -> FusedOutputs:
         """One product that starts from the addend."""
-        linear, add = self._parts
+        linear, *scales, add = self._basic_ops
+        alpha = scales[0].scale if scales else 1.0
         x, weight = linear.operands(ctxs[0], input_)
         linear.output_buffer(ctxs[0], input_)  # none: not the last op
         shape = torch.Size((*x.shape[:-1], weight.shape[0]))
         addend = check_addend(ctxs[-1], extra[-1][0], shape, x)
         own_shape = ctxs[-1].addend_shape is None
         in_place = add.in_place and own_shape and 0 in ctxs[-1].writable_extra
-        y = _add_product(addend.detach(), x, weight.t(), self._alpha, in_place=in_place)
+        y = _add_product(addend.detach(), x, weight.t(), alpha, in_place=in_place)
         return cast(y, addend.dtype) if add.in_place else y, [()] * len(ctxs)
 
 
@@ -95,7 +93,7 @@ class BackwardLinearAdd(FusedOperation):
 )
 def linear_add(linear: BasicLinear, scale: ConstantScale | None, add: AddExtraInput) -> LinearAdd:
     """One or two passes over the output less: the epilogue adds."""
-    return LinearAdd(linear, scale, add)
+    return LinearAdd([op for op in (linear, scale, add) if op is not None])
 
 
 @rule(

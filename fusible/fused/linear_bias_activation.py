@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -14,20 +16,16 @@ from fusible.ops.op import Contexts, ExtraTensors, FusedOutputs
 class LinearBiasActivation(FusedOperation):
     """Forward of ``activation(x @ weight.T + bias)``, with or without the activation."""
 
-    def __init__(
-        self, linear: BasicLinear, bias: Bias, activation: GELU | ReLU | SiLU | None
-    ) -> None:
-        super().__init__([op for op in (linear, bias, activation) if op is not None])
-        self._parts = linear, bias, activation
+    _basic_ops: tuple[Any, ...]
 
     def forward_impl(self, ctxs: Contexts, input_: Tensor, extra: ExtraTensors) -> FusedOutputs:
         """One product with the bias in its epilogue, then the activation."""
-        linear, _, activation = self._parts
+        linear, _, *activations = self._basic_ops
         ctx, ctx_bias = ctxs[:2]
         x, weight = linear.operands(ctx, input_)
         linear.output_buffer(ctx, input_)  # not the last op: none
         y = F.linear(x, weight, ctx_bias.parameters[0].to(x.dtype))
-        if activation is not None:
+        for activation in activations:  # one or none
             y = activation.forward_impl(ctxs[-1], y)
         return y, [()] * len(ctxs)
 
@@ -41,4 +39,4 @@ def linear_bias_activation(
     linear: BasicLinear, bias: Bias, activation: GELU | ReLU | SiLU | None
 ) -> LinearBiasActivation:
     """One pass over the output less: the product's epilogue adds the bias, in FP32."""
-    return LinearBiasActivation(linear, bias, activation)
+    return LinearBiasActivation([op for op in (linear, bias, activation) if op is not None])

@@ -29,6 +29,7 @@ from fusible.ops.grouped_kernels import (
     LinearCall,
     Saved,
     glu_of,
+    per_operand,
 )
 from fusible.ops.matrices import buffer_rows
 from fusible.ops.weights import quantize_weights, stack_weights
@@ -144,10 +145,7 @@ class Sm100Kernels(GroupedKernels):
         fmt = _recipe(ctx).format("weight")
         if fmt is None:
             return saved
-        return [
-            restored_data(saved[i : i + TENSORS_PER_OPERAND], fmt)
-            for i in range(0, len(saved), TENSORS_PER_OPERAND)
-        ]
+        return [restored_data(part, fmt) for part in per_operand(saved)]
 
     def product(
         self,

@@ -105,7 +105,7 @@ class Sm90Fp8Kernels(GroupedKernels):
             if columnwise:
                 columns = quantize_operand(x, ctx.recipe, role, "wgrad", ends=ends)
                 x = as_2d(operand_values(columns, "wgrad", role))
-        later = columnwise and isinstance(x, GatheredRows) and x.again
+        later = columnwise and isinstance(x, GatheredRows) and x.regather
         if not (rows or columnwise):
             return GroupedOperand(row, None)
         uses = {"rowwise": bool(rows), "columnwise": columnwise and not later}
@@ -199,10 +199,10 @@ class Sm90Fp8Kernels(GroupedKernels):
             values=bias,
         )
         sums = None if made.values is None else grouped.grouped_sum(made.values, ends)
-        again = None
+        output = None
         if ctx.needs.params[0] and not self.saves_activation(ctx, act):
-            again = self._requantized_input(call, glu_of(act).forward(preact, scales))
-        return ActivationGrads(_operand(made.operands), again, made.scales, sums)
+            output = self._requantized_input(call, glu_of(act).forward(preact, scales))
+        return ActivationGrads(_operand(made.operands), output, made.scales, sums)
 
 
 SM90_FP8 = Sm90Fp8Kernels()

@@ -37,7 +37,7 @@ def storage_id(t: Tensor) -> int:
 # --- tensors that the run made -------------------------------------------------------------------
 
 
-class Owner:
+class AliasTracker:
     """Tracks which tensors of a pass only the run reads, so that an op may write to them.
 
     Args:
@@ -55,23 +55,23 @@ class Owner:
             if isinstance(t, Tensor):
                 self._retained[storage_id(t)] = StorageWeakRef(t.untyped_storage())
 
-    def own(self, tensors: Tensors, others: Iterable[Tensor | None]) -> list[bool]:
-        """Which of an op's tensors are own, while it reads all of them and others read ``others``.
+    def unshared(self, tensors: Tensors, others: Iterable[Tensor | None]) -> list[bool]:
+        """Which of an op's tensors nothing else reads, while others read ``others``.
 
         Plain tensors only, without elements that share a place.
         """
         readers = Counter(storage_id(t) for t in chain(tensors, others) if t is not None)
 
-        def is_own(t: Tensor | None) -> bool:
+        def is_unshared(t: Tensor | None) -> bool:
             if t is None or type(t) is not Tensor or repeats_elements(t):
                 return False
             storage = storage_id(t)
             known = storage in self._read or storage in self._retained
             return readers[storage] == 1 and not known
 
-        return list(map(is_own, tensors))
+        return list(map(is_unshared, tensors))
 
-    def permit(
+    def mark_writable_grads(
         self,
         contexts: Sequence[OperationContext],
         grad_output: Tensor,
@@ -83,13 +83,13 @@ class Owner:
         ``others`` are what is read after it.
         """
         grads = [grad_output, *chain.from_iterable(grad_extra)]
-        contexts[-1].writable_grad_output, *rest = self.own(grads, others)
+        contexts[-1].writable_grad_output, *rest = self.unshared(grads, others)
         own = iter(rest)
         for context, of_op in zip(contexts, grad_extra, strict=True):
             context.writable_extra = frozenset([k for k, _ in enumerate(of_op) if next(own)])
 
 
-class InputOwner:
+class InputAliasTracker(AliasTracker):
     """Which extra inputs the ops of a forward may write to, for those that write to such.
 
     A caller's tensor: unless something else reads it afterwards. One that the run made: only if
@@ -103,12 +103,12 @@ class InputOwner:
         contexts: Sequence[OperationContext],
         caller_inputs: Sequence[Tensor],
     ) -> None:
+        super().__init__(caller_inputs)
         self._ops, self._wiring = ops, wiring
         self._contexts, self._caller_inputs = contexts, caller_inputs
-        self._owner = Owner(caller_inputs)
         self._written: list[tuple[int, Tensor]] = []
 
-    def permit(
+    def mark_writable_inputs(
         self, x: Tensor, inputs: Sequence[Tensors], produced: Sequence[Tensors], start: int
     ) -> None:
         """Set on the contexts which extra inputs the step that starts at op ``start`` may write to.
@@ -134,8 +134,8 @@ class InputOwner:
             return True
         readers = list(self._readers(produced, start, (i, slot)))
         if producer != CALLER:
-            is_own = self._owner.own([t, x], readers)[0]
-            return is_own and not any(overlapping(t, (), self._ops))
+            is_unshared = self.unshared([t, x], readers)[0]
+            return is_unshared and not any(overlapping(t, (), self._ops))
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
                 f"{type(self._ops[i]).__name__} must have in_place=False inside "
@@ -158,10 +158,6 @@ class InputOwner:
                     f"{named(self._ops, i)} must not write to a tensor that it saves for its "
                     "backward, got in_place=True and such an extra input; make it False"
                 )
-
-    def retain(self, tensors: Iterable[Any]) -> None:
-        """See :class:`Owner`."""
-        self._owner.retain(tensors)
 
     def _readers(
         self, produced: Sequence[Tensors], start: int, target: tuple[int, int]

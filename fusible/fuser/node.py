@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from fusible.fuser.context import OperationContext
 from fusible.fuser.error_notes import note_place
-from fusible.fuser.memory import InputOwner, Owner, check_grad_input, returned_grad
+from fusible.fuser.memory import AliasTracker, InputAliasTracker, check_grad_input, returned_grad
 from fusible.fuser.overlap import complete_output
 from fusible.fuser.schedule import Kwargs, Schedule, ScheduledStep, outside_autocast
 from fusible.fuser.tracing import hooks_hold_saved
@@ -35,7 +35,10 @@ def run_forward(
     contexts = _new_contexts(schedule, operands, kwargs)
     x = operands[0]
     produced: list[Sequence[Any]] = []
-    owner = _input_owner(schedule, operands, contexts)
+    aliases = None
+    if schedule.writes_inputs and not torch.compiler.is_compiling():
+        callers = operands[: 1 + len(schedule.wiring.names)]
+        aliases = InputAliasTracker(schedule.plan.basic_ops, schedule.wiring, contexts, callers)
     profiled = _is_profiled()
     for step in schedule.forward:
         own = contexts[step.start : step.stop]
@@ -57,8 +60,8 @@ def run_forward(
             complete_output(contexts[overlap.ops.stop - 1])
         if step.is_users:
             x, inputs = _as_users_see(own, x, inputs, operands)
-        if owner is not None:
-            owner.permit(x, inputs, produced, step.start)
+        if aliases is not None:
+            aliases.mark_writable_inputs(x, inputs, produced, step.start)
         run = step.run
         if profiled:
             run = record_function(f"{step.label} forward")(run)
@@ -69,23 +72,13 @@ def run_forward(
         except Exception as error:
             note_place(error, schedule, step)
             raise
-        if owner is not None:
+        if aliases is not None:
             if step.is_users:  # which may go on reading its arguments
-                owner.retain(tree_leaves((x, inputs, returned)))
-            owner.check_saved(step.stop)
+                aliases.retain(tree_leaves((x, inputs, returned)))
+            aliases.check_saved(step.stop)
         x, outputs = returned
         produced.extend(outputs)
     return [x, *[produced[op][slot] for op, slot in schedule.wiring.public]], contexts
-
-
-def _input_owner(
-    schedule: Schedule, operands: Sequence[Tensor], contexts: Sequence[OperationContext]
-) -> InputOwner | None:
-    """Which extra inputs ops may write to, where some op of the plan does."""
-    if not schedule.writes_inputs or torch.compiler.is_compiling():
-        return None
-    callers = operands[: 1 + len(schedule.wiring.names)]
-    return InputOwner(schedule.plan.basic_ops, schedule.wiring, contexts, callers)
 
 
 def run_formula(
@@ -176,17 +169,12 @@ def _check_returned(
             f"{type(op).__name__} must return one sequence of extra outputs for each basic op, "
             f"of lengths {wanted}, got {[len(of_op) for of_op in outputs]}"
         )
-    if any(wanted):
-        _check_none_missing(schedule, step, outputs)
-
-
-def _check_none_missing(schedule: Schedule, step: ScheduledStep, outputs: ExtraOutputs) -> None:
+    needed = schedule.wiring.needed_outside
     for i, values in enumerate(outputs, step.start):
         for slot, value in enumerate(values):
-            needed = schedule.wiring.needed_outside
             if value is None and needed((i, slot), step.start, step.stop):
                 raise RuntimeError(
-                    f"{type(step.op).__name__} must return extra output {slot} of op {i} "
+                    f"{type(op).__name__} must return extra output {slot} of op {i} "
                     f"({type(schedule.plan.basic_ops[i]).__name__}), which is needed outside it, "
                     "got None"
                 )
@@ -246,11 +234,11 @@ class RunFunction(torch.autograd.Function):
             for i in schedule.accumulating:
                 nodes = fctx.next_functions[schedule.params[i]]
                 contexts[i].leaves = [_leaf(node) for node, _ in nodes]
-        owner = None
+        aliases = None
         if checks_memory:
             check_grad_input(schedule.plan.basic_ops, contexts[0], grads, saved)
-            owner = Owner((*grads, *saved)) if schedule.writes_grads else None
-        flat = _run_backward(schedule, contexts, grads, owner)
+            aliases = AliasTracker((*grads, *saved)) if schedule.writes_grads else None
+        flat = _run_backward(schedule, contexts, grads, aliases)
         given = [
             g if g is None or g.dtype == dtype else g.to(dtype)
             for g, dtype in zip(flat, schedule.dtypes, strict=True)
@@ -265,7 +253,7 @@ def _run_backward(
     schedule: Schedule,
     contexts: Sequence[OperationContext],
     grads: Sequence[Tensor],
-    owner: Owner | None,
+    aliases: AliasTracker | None,
 ) -> list[Tensor | None]:
     """The gradients of the inputs, then of the parameters, from those of the outputs."""
     needs, wiring = schedule.plan.grad, schedule.wiring
@@ -291,9 +279,9 @@ def _run_backward(
             tuple([of_outputs.pop((start + i, k), None) for k in range(count)]) if count else ()
             for i, count in enumerate(step.num_extra_outputs)
         ]
-        if owner is not None:
+        if aliases is not None:
             others = [*of_outputs.values(), *of_inputs, *chain(*of_params)]
-            owner.permit(own, grad, grad_extra, others)
+            aliases.mark_writable_grads(own, grad, grad_extra, others)
         run = step.run
         if profiled:
             run = record_function(f"{step.label} backward")(run)
@@ -304,8 +292,8 @@ def _run_backward(
         except Exception as error:
             note_place(error, schedule, step, own)
             raise
-        if owner is not None and (step.is_users or step.op.keeps_grads):
-            owner.retain(tree_leaves((grad, grad_extra, returned)))
+        if aliases is not None and (step.is_users or step.op.keeps_grads):
+            aliases.retain(tree_leaves((grad, grad_extra, returned)))
         grad, of_params[start:stop], step_extra = returned
         _accumulate_extra_grads(step, own, step_extra, of_outputs, of_inputs)
         if step.reads:
@@ -428,12 +416,12 @@ def _refuse_second_derivatives() -> None:
         )
 
 
-class _DirectFunction(torch.autograd.Function):
-    """A plan by its :class:`Direct`."""
+class _FastPathFunction(torch.autograd.Function):
+    """A plan by its :class:`FastPath`."""
 
     @staticmethod
     def forward(fctx: Any, schedule: Schedule, prepared: Any, *operands: Tensor) -> Tensor:
-        output, saved = _direct_forward(schedule, prepared, operands)
+        output, saved = _fast_path_forward(schedule, prepared, operands)
         fctx.save_for_backward(*saved)
         fctx.schedule, fctx.held = schedule, hooks_hold_saved()
         return output
@@ -442,26 +430,26 @@ class _DirectFunction(torch.autograd.Function):
     def backward(fctx: Any, grad_output: Tensor) -> Any:
         _refuse_second_derivatives()
         schedule = fctx.schedule
-        backward = schedule.direct.backward
+        backward = schedule.fast_path.backward
         if _is_profiled():
             backward = record_function(f"{schedule.forward[0].label} backward")(backward)
         return None, None, *backward(fctx.saved_tensors, grad_output, fctx.held)
 
 
-def _direct_forward(
+def _fast_path_forward(
     schedule: Schedule, prepared: Any, operands: Sequence[Tensor]
 ) -> tuple[Tensor, Sequence[Tensor | None]]:
-    forward = schedule.direct.forward  # type: ignore[union-attr]
+    forward = schedule.fast_path.forward  # type: ignore[union-attr]
     if _is_profiled():
         forward = record_function(f"{schedule.forward[0].label} forward")(forward)
     return forward(prepared, *operands)
 
 
-def run_directly(schedule: Schedule, prepared: Any, operands: Sequence[Tensor]) -> Tensor:
-    """The output of a run by its :class:`Direct`, ``prepared`` for these operands."""
+def run_fast_path(schedule: Schedule, prepared: Any, operands: Sequence[Tensor]) -> Tensor:
+    """The output of a run by its :class:`FastPath`, ``prepared`` for these operands."""
     if schedule.plan.grad[-1].requires_grad:
-        return _DirectFunction.apply(schedule, prepared, *operands)
-    return _direct_forward(schedule, prepared, operands)[0]
+        return _FastPathFunction.apply(schedule, prepared, *operands)
+    return _fast_path_forward(schedule, prepared, operands)[0]
 
 
 def deduplicated(tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:

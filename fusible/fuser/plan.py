@@ -176,9 +176,6 @@ class UserFusions:
     backward: tuple[Fusion, ...] = ()
 
 
-_NO_USER_FUSIONS = UserFusions()
-
-
 @dataclass(frozen=True, repr=False)
 class Plan:
     """The fused and basic ops that run a sequence of basic ops, forward and backward.
@@ -279,8 +276,8 @@ def plan(
     target: Target,
     rules: Sequence[Rule],
     grad: Sequence[GradNeeds],
-    autocast_dtype: Any = None,
-    user: UserFusions = _NO_USER_FUSIONS,
+    autocast_dtype: Any,
+    user: UserFusions,
 ) -> Plan:
     """Plan a run of basic ops; pure, needs no device and runs no kernel.
 
@@ -487,15 +484,8 @@ def joined(plans: Sequence[Plan]) -> Plan | None:
     """The plans of consecutive runs as one, with indices into all ops; None if there is none."""
     if len(plans) < 2:
         return plans[0] if plans else None
-    fusions: list[tuple[Phase, Fusion]] = []
-    kernels: list[Fusion] = []
-    refusals: list[Refusal] = []
-    at = 0
-    for p in plans:
-        fusions.extend((phase, f.shifted(at)) for phase, f in p.fusions)
-        kernels.extend(f.shifted(at) for f in p.kernels)
-        refusals.extend(replace(r, start=r.start + at) for r in p.refusals)
-        at += len(p.basic_ops)
+    starts = accumulate([len(p.basic_ops) for p in plans[:-1]], initial=0)
+    placed = list(zip(plans, starts, strict=True))
     return replace(
         plans[0],
         recipes=tuple(of_op for p in plans for of_op in p.recipes),
@@ -504,9 +494,9 @@ def joined(plans: Sequence[Plan]) -> Plan | None:
         backward_ops=tuple(step for p in plans for step in p.backward_ops),
         grad=tuple(needs for p in plans for needs in p.grad),
         facts=tuple(of_op for p in plans for of_op in p.facts),
-        fusions=tuple(fusions),
-        kernels=tuple(kernels),
-        refusals=tuple(refusals),
+        fusions=tuple((phase, f.shifted(at)) for p, at in placed for phase, f in p.fusions),
+        kernels=tuple(f.shifted(at) for p, at in placed for f in p.kernels),
+        refusals=tuple(replace(r, start=r.start + at) for p, at in placed for r in p.refusals),
     )
 
 

@@ -19,7 +19,7 @@ from fusible.fuser import target as targets
 from fusible.fuser.error_notes import note_op, outermost_call
 from fusible.fuser.expected import expected_of
 from fusible.fuser.memory import check_buffers
-from fusible.fuser.node import RunFunction, deduplicated, run_directly, run_formula, run_forward
+from fusible.fuser.node import RunFunction, deduplicated, run_fast_path, run_formula, run_forward
 from fusible.fuser.op_facts import facts_of_ops, features_read, gradient_needs
 from fusible.fuser.own_recipes import recipe_of_ops
 from fusible.fuser.partition import Part, Partition, partitioned, run_parts
@@ -27,7 +27,7 @@ from fusible.fuser.plan import Plan, UserFusions, of_parts, plan
 from fusible.fuser.plan_key import PlanKey, first_places, fix_features, slices
 from fusible.fuser.registry import is_ours, registry
 from fusible.fuser.rules import Rule
-from fusible.fuser.schedule import Diagnostics, Direct, Kwargs, Schedule, schedule_steps
+from fusible.fuser.schedule import Diagnostics, FastPath, Kwargs, Schedule, schedule_steps
 from fusible.fuser.target import Target
 from fusible.fuser.tracing import WeakGroups, constant_when_traced
 from fusible.fuser.wiring import Output, Wiring, wire
@@ -93,7 +93,7 @@ class Run:
         self.ops = tuple(ops)
         self.paths: tuple[str, ...] = ()
         self.wiring = wire(self.ops) if wiring is None else wiring
-        self.require = tuple(require)
+        self.require = tuple(rule for rule in require if any(rule.places(self.ops)))
         self._num_inputs = 1 + len(self.wiring.names)
         self._schedule: Schedule | None = None  # of the last call
         self._partitions: dict[tuple[int, ...], Partition] = {}
@@ -151,10 +151,10 @@ class Run:
         else:
             schedule = self._schedules.get(key) or self._first_schedule(key, operands, kwargs)
             self._schedule = schedule
-            if schedule.direct is not None and kwargs is None:
-                prepared = schedule.direct.prepared(*operands)
+            if schedule.fast_path is not None and kwargs is None:
+                prepared = schedule.fast_path.prepared(*operands)
                 if prepared is not None:
-                    return run_directly(schedule, prepared, operands)
+                    return run_fast_path(schedule, prepared, operands)
         if schedule.partition is not None:
             return self._execute_parts(schedule.partition, inputs, kwargs, params, recipe)
         if schedule.is_formula:
@@ -366,7 +366,7 @@ class Run:
             dtypes=(*[dtype for dtype, *_ in call.inputs], *call.param_dtypes),
             params=slices(len(call.inputs), call.param_counts),
             kernels=[(f.start, f.op) for f in plan.kernels],
-            direct=self._direct(plan, call),
+            fast_path=self._fast_path(plan, call),
             writes_inputs=any(op.writes_extra_inputs for op in self.ops),
             writes_grads=any(op.writes_grads for op, _ in plan.backward_ops),
             is_formula=is_formula,
@@ -390,19 +390,18 @@ class Run:
     ) -> tuple[dict[str, Any], Sequence[Output]]:
         """A run of some of the ops, with the required rules that fit there."""
         rules = [rule for rule in self.require if isinstance(rule, Rule)]
-        required = [rule for rule in rules if any(rule.places(self.ops[ops]))]
-        run = Run(self.ops[ops], required, wiring)
+        run = Run(self.ops[ops], rules, wiring)
         run.paths = self.paths[ops]
         return {"call": run}, outputs
 
-    def _direct(self, plan: Plan, call: PlanKey) -> Direct | None:
+    def _fast_path(self, plan: Plan, call: PlanKey) -> FastPath | None:
         if plan.recipe is not None or plan.autocast_dtype is not None or self.wiring.public:
             return None
         forward, *others = [op for op, _ in plan.forward_ops]
         backward = tuple([op for op, _ in plan.backward_ops])
         if others or backward not in ((forward,), forward.basic_ops):
             return None
-        return forward.direct(plan, call)
+        return forward.fast_path(plan, call)
 
     def plan_for(self, call: PlanKey, target: Target) -> Plan:
         """The plan of a call on a target. A user's fusion functions run once for all targets."""

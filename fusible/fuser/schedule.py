@@ -55,7 +55,7 @@ class ScheduledStep(NamedTuple):
     """Of earlier ops, whose outputs this one is the first to read."""
 
 
-class Direct(Protocol):
+class FastPath(Protocol):
     """A faster path for a plan with one op in the forward: an autograd function without contexts.
 
     The operands are the inputs and then the parameters. The results are those of the op.
@@ -142,7 +142,7 @@ class Schedule(NamedTuple):
     params: tuple[slice, ...]  # where each op's parameters are among these
     kernels: Sequence[tuple[int, Any]]
     """Those that were selected for ops, by index."""
-    direct: Direct | None
+    fast_path: FastPath | None
     writes_inputs: bool
     """Whether an op of the forward writes to extra inputs."""
     writes_grads: bool
@@ -245,7 +245,7 @@ def unfused(schedule: Schedule, wrap: Callable[[Any], Callable[..., Any]]) -> Sc
         kernels=(),
         forward=tuple(forward),
         backward=schedule_steps(plan, wiring, (), steps, "backward")[::-1],
-        direct=None,
+        fast_path=None,
         writes_grads=any(op.writes_grads for op in ops),
         is_formula=False,
     )

@@ -92,23 +92,17 @@ class Wiring:
             if ops[i].writes_extra_inputs
         )
 
-    def wanted(self, ops: Sequence[Any]) -> str:
-        """The extra inputs that the caller gives, in words."""
-        return (
-            ", ".join(
-                f"{op.extra_input_name(slot)} of op {i} ({type(op).__name__})"
+    def check_number(self, ops: Sequence[Any], number: int) -> None:
+        """Raise ValueError unless ``number`` extra inputs are what the ops need."""
+        if number != len(self.names):
+            wanted = ", ".join(
+                f"{op.extra_input_name(slot)} of {named(ops, i)}"
                 for i, op in enumerate(ops)
                 for slot, (producer, _) in enumerate(self.sources[i])
                 if producer == CALLER
             )
-            or "none"
-        )
-
-    def check_number(self, ops: Sequence[Any], number: int) -> None:
-        """Raise ValueError unless ``number`` extra inputs are what the ops need."""
-        if number != len(self.names):
             raise ValueError(
-                f"extra inputs must number {len(self.names)} ({self.wanted(ops)}), got {number}"
+                f"extra inputs must number {len(self.names)} ({wanted or 'none'}), got {number}"
             )
 
 
@@ -211,10 +205,10 @@ def _producers(ops: Sequence[Any]) -> dict[str, tuple[int, int]]:
             if name is None:
                 continue
             if name in producers:
-                first = producers[name][0]
+                first = named(ops, producers[name][0])
                 raise ValueError(
-                    f"channel {name!r} must have one producer, got extra outputs of op {first} "
-                    f"({type(ops[first]).__name__}) and op {i} ({type(op).__name__}); rename one"
+                    f"channel {name!r} must have one producer, got extra outputs of {first} and "
+                    f"{named(ops, i)}; rename one"
                 )
             producers[name] = (i, slot)
     return producers
@@ -223,7 +217,7 @@ def _producers(ops: Sequence[Any]) -> dict[str, tuple[int, int]]:
 def _producer(
     name: str, producers: dict[str, tuple[int, int]], ops: Sequence[Any], consumer: int
 ) -> tuple[int, int]:
-    op_name = f"op {consumer} ({type(ops[consumer]).__name__})"
+    op_name = named(ops, consumer)
     if name not in producers:
         known = ", ".join(map(repr, producers)) or "none"
         raise ValueError(
@@ -233,7 +227,7 @@ def _producer(
     at = producers[name][0]
     if at >= consumer:
         raise ValueError(
-            f"channel {name!r} of {op_name} must be produced earlier, got op {at} "
-            f"({type(ops[at]).__name__}) as its producer; move the producer before its consumer"
+            f"channel {name!r} of {op_name} must be produced earlier, got {named(ops, at)} as its "
+            "producer; move the producer before its consumer"
         )
     return producers[name]

@@ -245,8 +245,9 @@ class ExpertsLinear(GroupedLinear):
             scale_bias=scale_bias,
         )
 
-    def _add_parameters(self, name: str, values: Tensor, single: bool) -> None:
-        """None of its own."""
+    def _add_parameters(self, name: str, values: Tensor, single: bool) -> tuple[str, ...]:
+        """None of its own: it reads those of the experts by this name."""
+        return (name,)
 
     def reset_parameters(self) -> None:
         """Leaves the experts' parameters alone."""

@@ -14,7 +14,7 @@ from fusible.arguments import described
 NAMES = ("output", "grad_input")
 
 
-def take(
+def checked_buffer(
     kwargs: dict[str, Any], name: str, shape: Sequence[int], dtype: torch.dtype, x: Tensor
 ) -> Tensor | None:
     """The caller's buffer of a linear transformation of ``x``, detached, or None without one.

@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -71,7 +70,7 @@ class FormulaOp(OwnParameters):
             return self.formula
         if len(names) != count:
             names = tuple([name for name in names if self._has(name)])
-        return partial(_by_name, self.formula, names)
+        return lambda x, *params: self.formula(x, **dict(zip(names, params, strict=True)))
 
     def forward_impl(self, ctx: OperationContext, x: Tensor, *extra_inputs: Any) -> Any:
         """The formula, saving ``(x, *params)`` and ``ctx.dtype``."""
@@ -105,13 +104,11 @@ class FormulaOp(OwnParameters):
             # Constants: the number of rows may be symbolic, so it is any.
             shape = (*[4] * (x.dim() - 1), operator.index(x.shape[-1])) if x.dim() else ()
             self._check_traced(shape, x.dtype, x.device)
+        no_draws = nullcontext() if torch.compiler.is_compiling() else _NoDraws(type(self).__name__)
         formula = self.formula_of(len(params))
-        with ctx.autocast(grad_output.device.type), self._no_draws():
+        with ctx.autocast(grad_output.device.type), no_draws:
             output, derivative = torch.func.vjp(formula, *tensors)  # type: ignore[misc]
         return tuple(derivative(grad_output.to(output.dtype)))
-
-    def _no_draws(self) -> AbstractContextManager[Any]:
-        return nullcontext() if torch.compiler.is_compiling() else _NoDraws(type(self).__name__)
 
     @constant_when_traced
     def _check_traced(
@@ -143,12 +140,6 @@ class FormulaOp(OwnParameters):
                 f"{type(self).__name__} has {self.num_extra_inputs} extra inputs and "
                 f"{self.num_extra_outputs} extra outputs, so it must override {method}"
             )
-
-
-def _by_name(
-    formula: Callable[..., Tensor], names: Sequence[str], input_: Tensor, *params: Tensor
-) -> Tensor:
-    return formula(input_, **dict(zip(names, params, strict=True)))
 
 
 class _NoDraws(TorchDispatchMode):

@@ -231,13 +231,9 @@ class GroupedKernels:
         if not ctx.needs.input:
             return []
         fmt = ctx.recipe.backward_format("weight")
-        parts = [
-            saved[i : i + TENSORS_PER_OPERAND] for i in range(0, len(saved), TENSORS_PER_OPERAND)
-        ]
         compute = compute_dtype(saved[0].device)
-        return [
-            operand_values(Operand.from_saved(p, fmt), "dgrad", "weight", compute) for p in parts
-        ]
+        operands = [Operand.from_saved(part, fmt) for part in per_operand(saved)]
+        return [operand_values(w, "dgrad", "weight", compute) for w in operands]
 
     # --- products --------------------------------------------------------------------------------
 
@@ -335,13 +331,13 @@ class GroupedKernels:
         """
         ctx = call.ctx
         given, zero_tail = (preact, scales, glu_of(act)), ctx.zero_tail
-        dpreact, act_again, dscales = grouped.grouped_dglu(
+        dpreact, recomputed, dscales = grouped.grouped_dglu(
             dy, weights, call.ends, *given, overwrite=overwrite, zero_tail=zero_tail
         )
-        again: Any = None if self.saves_activation(ctx, act) else act_again
-        if again is not None and ctx.quantizes and ctx.needs.params[0]:
-            again = self._requantized_input(call, cast(again, ctx.dtype))
-        return ActivationGrads(cast(dpreact, ctx.dtype), again, dscales, None)
+        output: Any = None if self.saves_activation(ctx, act) else recomputed
+        if output is not None and ctx.quantizes and ctx.needs.params[0]:
+            output = self._requantized_input(call, cast(output, ctx.dtype))
+        return ActivationGrads(cast(dpreact, ctx.dtype), output, dscales, None)
 
     def _requantized_input(self, call: LinearCall, x: Tensor) -> Any:
         """An input as `weight_grad` reads it, quantized again as in the forward."""
@@ -351,6 +347,11 @@ class GroupedKernels:
 
 LIBRARY = GroupedKernels()
 """The default: kernels of the library ops, where kernel selection finds no others."""
+
+
+def per_operand(saved: Sequence[Any]) -> list[Sequence[Any]]:
+    """The saved tensors of several operands, those of each apart."""
+    return [saved[i : i + TENSORS_PER_OPERAND] for i in range(0, len(saved), TENSORS_PER_OPERAND)]
 
 
 def kernels_of(ctx: OperationContext) -> GroupedKernels:
@@ -380,19 +381,21 @@ def _matmul(
     if _are_stored(weights) and isinstance(x, Tensor):
         bias = call.linear.stacked_bias(ctx, x.dtype)
         stored = StoredWeights.of(weights), weights[0].format
-        y = cast(grouped.stored_mm(x, *stored, ends, bias, row_scale), ctx.dtype)
-        return y if out is None else out.copy_(y)
-    x, w, x_scale, w_scale = _split_scales(x, weights)
-    if ends is None:
-        y = as_2d(cast(x @ (w[0] if data_grad else w[0].t()), ctx.dtype))
-        return y if out is None else out.copy_(y)
-    if x_scale is not None and w_scale is not None and w_scale.dim() == 2:
-        y = cast(scaled_mm(x, w[0], ends, x_scale, w_scale), ctx.dtype)
-        return y if out is None else out.copy_(y)
-    transpose_w = data_grad and w_scale is None  # FP8 ones are transposed already
-    bias = None if data_grad else call.linear.stacked_bias(ctx, value_dtype(x.dtype))
-    given = bias, row_scale, transpose_w, out, x_scale, w_scale
-    return cast(grouped.grouped_mm(x, w, ends, *given, zero_tail=ctx.zero_tail), ctx.dtype)
+        y = grouped.stored_mm(x, *stored, ends, bias, row_scale)
+    else:
+        x, w, x_scale, w_scale = _split_scales(x, weights)
+        if ends is None:
+            y = as_2d(x @ (w[0] if data_grad else w[0].t()))
+        elif x_scale is not None and w_scale is not None and w_scale.dim() == 2:
+            y = scaled_mm(x, w[0], ends, x_scale, w_scale)
+        else:
+            transpose_w = data_grad and w_scale is None  # FP8 ones are transposed already
+            bias = None if data_grad else call.linear.stacked_bias(ctx, value_dtype(x.dtype))
+            given = bias, row_scale, transpose_w, out, x_scale, w_scale
+            y = grouped.grouped_mm(x, w, ends, *given, zero_tail=ctx.zero_tail)
+            return cast(y, ctx.dtype)
+    y = cast(y, ctx.dtype)
+    return y if out is None else out.copy_(y)
 
 
 def _are_stored(weights: Any) -> TypeGuard[list[QuantizedMatrix]]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +19,9 @@ from fusible.kernels.sm90 import limits
 from fusible.kernels.sm90.operands import DTYPE_NAMES
 from fusible.ops.casting import format_of_grad, quantized_values
 from fusible.ops.dispatch import Dispatch
-from fusible.ops.grouped_direct import DirectLinear, plan_needs_no_checks
+from fusible.ops.grouped_fast_path import LinearFastPath, plan_fits_fast_path
 from fusible.ops.grouped_kernels import (
     LIBRARY,
-    GroupedKernels,
     GroupedOperand,
     LinearCall,
     kernels_of,
@@ -36,28 +34,15 @@ from fusible.ops.inputs import (
     product_dtype,
 )
 from fusible.ops.matrices import matrix, restore_leading_dims, source_of
-from fusible.ops.op import Grads
+from fusible.ops.op import Grads, OpGrads
 from fusible.ops.state import State, convert_layout
-from fusible.ops.weights import WeightedOperation
+from fusible.ops.weights import SavedLinear, WeightedOperation
 from fusible.ops.wgrad import is_column_major
 from fusible.recipes.checkpoint_state import load_pieces
 from fusible.recipes.grouped import GroupedQuantizer
 from fusible.recipes.product import is_quantized, values
 from fusible.recipes.sharding import is_sharded, shard_rows
 from fusible.recipes.tensor import stack
-
-
-class SavedLinear(NamedTuple):
-    """What the backward of a ``GroupedLinear`` reads of its forward."""
-
-    call: LinearCall
-    """Of the backward."""
-    x: Any
-    """The input, as the weight gradient reads it; None where it was not saved."""
-    row_scale: Tensor | None
-    """What multiplied the bias of each row, ``[rows]``."""
-    weights: Any
-    """As the data gradient reads them."""
 
 
 class GroupedLinear(WeightedOperation):
@@ -120,7 +105,6 @@ class GroupedLinear(WeightedOperation):
     num_groups: int
     extra_input_names = ("split_sizes", "scales")
     saves = "x, end rows of the groups, row scales, weights"
-    kernels_type = GroupedKernels
     fact_names = (
         "num_groups",
         "in_features",
@@ -168,15 +152,14 @@ class GroupedLinear(WeightedOperation):
             delay_wgrad_compute=delay_wgrad_compute,
         )
         self.num_groups = num_groups
-        self.in_features = in_features
-        self.out_features = out_features
+        self.in_features, self.out_features = in_features, out_features
+        self.rng_state_tracker_function = rng_state_tracker_function
+        self.init_method = init_method
         self.has_bias = bias
         self.scale_bias = scale_bias
         self.split_alignment = split_alignment
         self.single_grouped_weight = single_grouped_weight
         self.single_grouped_bias = single_grouped_bias
-        self.rng_state_tracker_function = rng_state_tracker_function
-        self.init_method = init_method
         sizes = "num_groups", "in_features", "out_features", "split_alignment"
         check_sizes("GroupedLinear", dtype, **{name: getattr(self, name) for name in sizes})
         self.num_weights = 1 if single_grouped_weight else num_groups
@@ -202,35 +185,23 @@ class GroupedLinear(WeightedOperation):
         self, device: torch.device | str | None, dtype: torch.dtype | None
     ) -> None:
         """Set the weights and biases, and their names in order."""
-        self.parameter_names = (
-            *self._names_of("weight", self.single_grouped_weight),
-            *(self._names_of("bias", self.single_grouped_bias) if self.has_bias else ()),
-        )
         shape = self.num_groups, self.out_features, self.in_features
         weight = torch.empty(shape, device=device, dtype=dtype)
-        self._add_parameters("weight", weight, self.single_grouped_weight)
+        self.parameter_names = self._add_parameters("weight", weight, self.single_grouped_weight)
         if self.has_bias:
             bias = torch.empty(shape[:2], device=device, dtype=dtype)
-            self._add_parameters("bias", bias, self.single_grouped_bias)
+            self.parameter_names += self._add_parameters("bias", bias, self.single_grouped_bias)
 
-    def _names_of(self, name: str, single: bool) -> tuple[str, ...]:
-        return (name,) if single else tuple(f"{name}{group}" for group in range(self.num_groups))
-
-    def _add_parameters(self, name: str, values: Tensor, single: bool) -> None:
+    def _add_parameters(self, name: str, values: Tensor, single: bool) -> tuple[str, ...]:
+        """Register the parts of ``values``, or the whole of it; returns their names."""
         # Side by side in one allocation, so that kernels can view them as one tensor; nothing
         # keeps the allocation itself, since conversions of a module replace its parameters.
-        parts = (values,) if single else values.unbind(0)
-        for own, value in zip(self._names_of(name, single), parts, strict=True):
+        parts = {name: values}
+        if not single:
+            parts = {f"{name}{group}": part for group, part in enumerate(values.unbind(0))}
+        for own, value in parts.items():
             self.register_parameter(own, nn.Parameter(value))
-
-    def reset_parameters(self) -> None:
-        """Initialise the weights by ``init_method``, and the biases with zeros."""
-        tracker = self.rng_state_tracker_function
-        with nullcontext() if tracker is None else tracker().fork(), torch.no_grad():
-            for weight in self.weights():
-                self.initialize(weight, self.init_method)
-        for bias in self.biases():
-            nn.init.zeros_(bias)
+        return tuple(parts)
 
     def check_shardable(self, mesh: Any) -> None:
         """Raise ValueError unless :meth:`shard_experts` can share the experts."""
@@ -327,12 +298,12 @@ class GroupedLinear(WeightedOperation):
 
     # --- math ------------------------------------------------------------------------------------
 
-    def direct(self, plan: Plan, call: PlanKey) -> DirectLinear | None:
+    def fast_path(self, plan: Plan, call: PlanKey) -> LinearFastPath | None:
         """With the library's kernels, as a node of its own."""
         fits = [f.op is LIBRARY for f in plan.kernels] == [True]
-        if not (fits and plan_needs_no_checks(call, self)):
+        if not (fits and plan_fits_fast_path(call, self)):
             return None
-        return DirectLinear(call, plan.grad, self)
+        return LinearFastPath(call, plan.grad, self)
 
     def get_grad_output_quantizer(self) -> Any:
         """As the base class; with a bias this op quantizes, since the bias sums values."""
@@ -341,42 +312,16 @@ class GroupedLinear(WeightedOperation):
             made.by_receiver = self.has_bias
         return made
 
-    def forward_impl(
-        self,
-        ctx: OperationContext,
-        x: Tensor,
-        split_sizes: Tensor | None,
-        scales: Tensor | None = None,
-    ) -> Tensor:
+    def forward_impl(self, ctx: OperationContext, x: Tensor, *extra: Tensor | None) -> Tensor:
         """One grouped product, of quantized operands under a recipe."""
-        rows, ends, row_scale = self.prepare_input(ctx, x, split_sizes, scales)
+        rows, ends, row_scale = self.prepare_input(ctx, x, *extra)
         output = self.output_buffer(ctx, x)
         call = LinearCall.of(self, ctx, ends, rows.shape[0])
         return restore_leading_dims(self.product(call, rows, row_scale, output), x)
 
-    def product(
-        self,
-        call: LinearCall,
-        x: Any,
-        row_scale: Tensor | None,
-        output: Tensor | None,
-        *,
-        save_x: bool = True,
-    ) -> Tensor:
-        """The output ``[rows, out_features]``; saves what :meth:`restored` reads."""
-        kernels = call.kernels
-        products = [p for p in self.input_products(call.ctx) if save_x or p != "wgrad"]
-        operand = kernels.prepare_rows(call, x, "input", products)
-        weights, backward_weights = kernels.weights(call)
-        y = kernels.product(call, operand.row, weights, row_scale, output)
-        self.save(call, operand.column if save_x else None, row_scale, backward_weights)
-        return y
-
     def save(self, call: LinearCall, x: Any, row_scale: Tensor | None, weights: Any) -> None:
-        """Save what the gradients read; ``x`` is `GroupedOperand.column`, or None to save none."""
+        """See :class:`WeightedOperation`."""
         kernels, _, ctx, ends, groups = call
-        if ctx.quantizes and ctx.recipe.backward_override is not None:
-            ctx.quantizes = False  # for what is saved, and the backward
         ctx.save_for_backward(
             *kernels.saved_rows(ctx, x),
             ends,
@@ -414,17 +359,13 @@ class GroupedLinear(WeightedOperation):
         return x, ends, scales
 
     def operands(
-        self,
-        ctx: OperationContext,
-        input_: Tensor,
-        split_sizes: Tensor | None,
-        scales: Tensor | None = None,
+        self, ctx: OperationContext, input_: Tensor, *extra: Tensor | None
     ) -> tuple[Tensor, list[Tensor], Tensor, Tensor | None, Tensor | None]:
         """The checked ``(x, weights, ends, bias, row_scale)`` of `fusible.extend.grouped_mm`.
 
         Saved as the backward expects, for a fused op that replaces the forward. Without a recipe.
         """
-        x, ends, row_scale = self.prepare_input(ctx, input_, split_sizes, scales)
+        x, ends, row_scale = self.prepare_input(ctx, input_, *extra)
         weights = self.weights_in(ctx, ctx.dtype)
         self.save(LinearCall(LIBRARY, self, ctx, ends, None), x, row_scale, weights)
         return x, weights, ends, self.stacked_bias(ctx, ctx.dtype), row_scale
@@ -468,9 +409,7 @@ class GroupedLinear(WeightedOperation):
         weights, biases = require_grad[: self.num_weights], require_grad[self.num_weights :]
         return (any(weights),) * len(weights) + (any(biases),) * len(biases)
 
-    def backward_impl(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def backward_impl(self, ctx: OperationContext, grad_output: Tensor) -> OpGrads:
         """Grouped products for the input and the weights, grouped sums for the bias."""
         dy = operand_rows(ctx, grad_output)
         saved = self.restored(ctx, dy.shape[0])
@@ -478,23 +417,6 @@ class GroupedLinear(WeightedOperation):
         dx = self.data_grad(saved, operand, grad_output)
         params, extra = self.grads(saved, operand, saved.x, dy, grad_output)
         return dx, *params, *extra
-
-    def grad_rows(self, saved: SavedLinear, dy: Any) -> GroupedOperand:
-        """The output's gradient for the products that will read it."""
-        call = saved.call
-        products = self.grad_products(call.ctx)
-        return call.kernels.prepare_rows(call, dy, "grad", products, saved.row_scale)
-
-    def data_grad(
-        self, saved: SavedLinear, dy: GroupedOperand, grad_output: Tensor
-    ) -> Tensor | None:
-        """The input's gradient with the leading dimensions of ``grad_output``, if it is needed."""
-        call = saved.call
-        if not call.ctx.needs.input:
-            return None
-        buffer = self.grad_input_buffer(call.ctx)
-        dx = call.kernels.data_grad(call, dy.row, saved.weights, buffer)
-        return restore_leading_dims(dx, grad_output)
 
     def grads(
         self,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -26,13 +25,13 @@ from fusible.ops.collectives import (
     ReduceScatter,
     all_reduce,
 )
-from fusible.ops.grouped_kernels import GroupedKernels, LinearCall, kernels_of
+from fusible.ops.grouped_kernels import LinearCall, kernels_of
 from fusible.ops.hooks import HOOKS, patches, why_called
 from fusible.ops.inputs import check_device, check_features, check_sizes, product_dtype
 from fusible.ops.matrices import matrix, restore_leading_dims
 from fusible.ops.op import BasicOperation, FusedOperation, Grads, OpGrads
 from fusible.ops.state import State
-from fusible.ops.weights import WeightedOperation
+from fusible.ops.weights import SavedLinear, WeightedOperation
 from fusible.ops.wgrad import dense_gradient, is_column_major
 from fusible.recipes.product import values
 from fusible.recipes.quantizer import Quantizer
@@ -74,7 +73,6 @@ class BasicLinear(WeightedOperation):
         "delay_wgrad_compute",
     )
     parameter_names = ("weight",)
-    kernels_type = GroupedKernels
     saves = "x, weight"
 
     def __init__(
@@ -107,8 +105,7 @@ class BasicLinear(WeightedOperation):
                 "values are the same"
             )
         super().__init__(accumulate_into_main_grad=accumulate_into_main_grad)
-        self.in_features = in_features
-        self.out_features = out_features
+        self.in_features, self.out_features = in_features, out_features
         self.rng_state_tracker_function = rng_state_tracker_function
         self.init_method = init_method
         self.weight = nn.Parameter(
@@ -127,19 +124,18 @@ class BasicLinear(WeightedOperation):
         """``out_features``, those of this process."""
         return self.out_features
 
-    def reset_parameters(self) -> None:
-        """Initialise the weight by ``init_method``."""
-        tracker = self.rng_state_tracker_function
-        with nullcontext() if tracker is None else tracker().fork(), torch.no_grad():
-            self.initialize(self.weight, self.init_method)
-
     def forward_impl(self, ctx: OperationContext, input_: Tensor) -> Tensor:
         """``x @ weight.T``, of quantized operands under a recipe."""
-        if ctx.quantizes:
-            return self._quantized_forward(ctx, input_)
-        x, weight = self.operands(ctx, input_)
+        if not ctx.quantizes:
+            x, weight = self.operands(ctx, input_)
+            output = self.output_buffer(ctx, input_)
+            return F.linear(x, weight) if output is None else _write_product(output, x, weight.t())
+        self._check(ctx, input_)
+        ctx.column_major = is_column_major(ctx.parameters[0])
         output = self.output_buffer(ctx, input_)
-        return F.linear(x, weight) if output is None else _write_product(output, x, weight.t())
+        rows = matrix(input_, ctx.dtype)
+        y = self.product(self._call(ctx, rows), rows, None, output)
+        return restore_leading_dims(y, input_)
 
     def operands(self, ctx: OperationContext, input_: Tensor) -> tuple[Tensor, Tensor]:
         """The checked input and weight in the product's dtype, saved as the backward expects.
@@ -157,23 +153,6 @@ class BasicLinear(WeightedOperation):
         check_features(input_, self.in_features, op_name)
         ctx.dtype = product_dtype(ctx, input_, ctx.parameters[0], op_name)
 
-    def _quantized_forward(self, ctx: OperationContext, input_: Tensor) -> Tensor:
-        self._check(ctx, input_)
-        ctx.column_major = is_column_major(ctx.parameters[0])
-        output = self.output_buffer(ctx, input_)
-        rows = matrix(input_, ctx.dtype)
-        call = self._call(ctx, rows)
-        kernels = call.kernels
-        x = kernels.prepare_rows(call, rows, "input", self.input_products(ctx))
-        weights, backward_weights = kernels.weights(call)
-        y = kernels.product(call, x.row, weights, None, output)
-        if ctx.recipe.backward_override is not None:
-            ctx.quantizes = False  # for what is saved, and the backward
-        ctx.save_for_backward(
-            *kernels.saved_rows(ctx, x.column), *kernels.saved_weights(ctx, backward_weights)
-        )
-        return restore_leading_dims(y, input_)
-
     def backward_impl(self, ctx: OperationContext, grad_output: Tensor) -> OpGrads:
         """``dy @ weight`` and ``dy.T @ x``, of quantized operands under a recipe."""
         if ctx.quantizes:
@@ -189,17 +168,20 @@ class BasicLinear(WeightedOperation):
     def _quantized_backward(self, ctx: OperationContext, grad_output: Tensor) -> OpGrads:
         rows = matrix(grad_output, ctx.dtype)
         call = self._call(ctx, rows)
-        kernels = call.kernels
-        dy = kernels.prepare_rows(call, rows, "grad", self.grad_products(ctx))
-        at, saved, dx = kernels.num_saved_rows(ctx), ctx.saved_tensors, None
-        if ctx.needs.input:
-            weights = kernels.restored_weights(ctx, saved[at:])
-            dx = kernels.data_grad(call, dy.row, weights, self.grad_input_buffer(ctx))
-            dx = restore_leading_dims(dx, grad_output)
+        kernels, tensors = call.kernels, ctx.saved_tensors
+        at = kernels.num_saved_rows(ctx)
+        weights = kernels.restored_weights(ctx, tensors[at:])
+        saved = SavedLinear(call, kernels.restored_rows(call, tensors[:at]), None, weights)
+        dy = self.grad_rows(saved, rows)
+        dx = self.data_grad(saved, dy, grad_output)
         if not ctx.needs.params[0]:
             return dx, None
-        x = kernels.restored_rows(call, saved[:at])
-        return dx, *self.weight_grads(ctx, kernels.weight_grad(call, dy.column, x))
+        return dx, *self.weight_grads(ctx, kernels.weight_grad(call, dy.column, saved.x))
+
+    def save(self, call: LinearCall, x: Any, row_scale: Tensor | None, weights: Any) -> None:
+        """See :class:`WeightedOperation`."""
+        kernels, _, ctx, *_ = call
+        ctx.save_for_backward(*kernels.saved_rows(ctx, x), *kernels.saved_weights(ctx, weights))
 
     def _call(self, ctx: OperationContext, rows: Tensor) -> LinearCall:
         kernels = kernels_of(ctx)

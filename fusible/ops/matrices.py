@@ -23,7 +23,7 @@ class GatheredRows:
     source: Tensor
     index: Tensor
     """Int32 ``[rows]``; what it holds past the last group is not read."""
-    again: bool = False
+    regather: bool = False
     """Save the source, and gather once more for the weight gradient."""
 
     @property
@@ -64,7 +64,7 @@ def buffer_rows(buffer: Tensor | None) -> Tensor | None:
 def matrix(t: Any, dtype: torch.dtype) -> Any:
     """``t`` as ``[rows, features]`` in ``dtype``, or as it is if it is quantized."""
     if isinstance(t, GatheredRows):
-        return GatheredRows(cast(t.source, dtype), t.index, t.again)
+        return GatheredRows(cast(t.source, dtype), t.index, t.regather)
     return t if is_quantized(t) else cast(as_2d(t), dtype)
 
 

@@ -19,7 +19,7 @@ from fusible.fuser.plan import GradNeeds, Plan
 from fusible.fuser.plan_key import PlanKey
 from fusible.fuser.registry import is_ours
 from fusible.fuser.run import Run
-from fusible.fuser.schedule import Direct
+from fusible.fuser.schedule import FastPath
 from fusible.fuser.tracing import WeakGroups, constant_when_traced
 from fusible.fuser.wiring import by_name, wire
 from fusible.names import did_you_mean
@@ -194,7 +194,7 @@ class FusibleOperation(ModuleState, PatchesCounted):
         """Sentences that ``explain`` prints where this op runs on a target, a basic op unfused."""
         return ()
 
-    def direct(self, plan: Plan, call: PlanKey) -> Direct | None:
+    def fast_path(self, plan: Plan, call: PlanKey) -> FastPath | None:
         """A faster path for a plan whose forward is this op alone, or None.
 
         Asked once for each plan, in high precision and outside of autocast. The backward is this

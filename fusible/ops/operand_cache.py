@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fusible.calls import capturing, is_fake
+from fusible.calls import may_cache
 from fusible.recipes.tensor import QuantizedTensor
 from fusible.recipes.tensor_dispatch import UnseenWrites
 
@@ -153,7 +153,7 @@ def cached_copy(
     The caller promises nothing: every write to a quantized tensor, eager or compiled, changes its
     version or a piece's, or is counted by `UnseenWrites`.
     """
-    if torch.compiler.is_compiling() or capturing() or is_fake() or UnseenWrites.captured:
+    if UnseenWrites.captured or not may_cache():
         return make()
     anchor = next(iter(weights[0].pieces().values()))
     cache = _copies.get(anchor)

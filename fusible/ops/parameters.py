@@ -74,19 +74,18 @@ class OwnParameters(nn.Module):
         Raises:
             ValueError: one is sharded otherwise, or no ``DTensor``.
         """
-        names = self.own_parameter_names()
-        return tuple([self._local(*of) for of in zip(names, self.own_parameters(), strict=True)])
-
-    def _local(self, name: str, parameter: Any) -> Tensor:
-        placements = getattr(parameter, "placements", None)
-        if placements is None or len(placements) != 1 or not placements[0].is_shard(0):
-            raise ValueError(
-                f"{name} of {type(self).__name__} must be a DTensor Shard(0) on the mesh of its "
-                f"experts, got {placements or 'no DTensor'}; after fully_shard call the module "
-                "that it was called on, whose hooks gather the parameters"
-            )
-        local: Tensor = parameter.to_local(grad_placements=placements)
-        return local
+        parts: list[Tensor] = []
+        parameters: tuple[Any, ...] = self.own_parameters()
+        for name, parameter in zip(self.own_parameter_names(), parameters, strict=True):
+            placements = getattr(parameter, "placements", None)
+            if placements is None or len(placements) != 1 or not placements[0].is_shard(0):
+                raise ValueError(
+                    f"{name} of {type(self).__name__} must be a DTensor Shard(0) on the mesh of "
+                    f"its experts, got {placements or 'no DTensor'}; after fully_shard call the "
+                    "module that it was called on, whose hooks gather the parameters"
+                )
+            parts.append(parameter.to_local(grad_placements=placements))
+        return tuple(parts)
 
     def _value(self, name: str) -> Any:
         """What ``getattr`` gives for a parameter that is computed, or None if there is none."""

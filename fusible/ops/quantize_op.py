@@ -17,7 +17,7 @@ from fusible.fuser.wiring import CALLER
 from fusible.kernels import grouped
 from fusible.ops.casting import apply_quantizer, quantized_values
 from fusible.ops.inputs import check_sizes, on_device_of
-from fusible.ops.op import BasicOperation
+from fusible.ops.op import BasicOperation, OpGrads
 from fusible.recipes.formats import NumberFormat
 from fusible.recipes.grouped import GroupedQuantizer
 from fusible.recipes.product import is_quantized, values
@@ -161,9 +161,7 @@ class Quantize(BasicOperation):
             return input_
         return _quantized(ctx, "input", input_, ctx.next_quantizer, sizes)
 
-    def backward_impl(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def backward_impl(self, ctx: OperationContext, grad_output: Tensor) -> OpGrads:
         """``q(dy)``."""
         extra = (None,) * self.num_extra_inputs
         if not (self.quantize_backward and ctx.needs.input):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -99,17 +99,11 @@ def _describe(unit: Unit) -> str:
 
 def _groups(units: Sequence[Unit]) -> Iterator[list[Unit]]:
     """The units that make one run together, and the others one by one."""
-    group: list[Unit] = []
-    for unit in units:
-        if unit.why is None:
-            group.append(unit)
-            continue
-        if group:
-            yield group
-        group = []
-        yield [unit]
-    if group:
-        yield group
+    for runs, group in groupby(units, lambda unit: unit.why is None):
+        if runs:
+            yield list(group)
+        else:
+            yield from ([unit] for unit in group)
 
 
 def _call(
@@ -117,7 +111,7 @@ def _call(
 ) -> tuple[Run | nn.Module, Partition | None]:
     """What a part that starts with ``unit`` calls, and the partition that it is called with."""
     if unit.why is None:
-        return Run(ops, [rule for rule in rules if any(rule.places(ops))], wiring), None
+        return Run(ops, rules, wiring), None
     if unit.inside and not _is_wired_alone(ops, wiring):
         return unit.module, partition_of(unit.inside, unit.require, wiring)
     return unit.module, None
@@ -168,14 +162,12 @@ def run_boundaries(partition: Partition) -> list[tuple[nn.Module, str, tuple[str
 
 def _adjacent_parts(partition: Partition) -> list[list[Part]]:
     """Neighbouring parts of basic ops, with no other module between them."""
-    adjacent: list[list[Part]] = [[]]
-    for part in partition.parts:
+
+    def has_basic_ops(part: Part) -> bool:
         ops = partition.ops[part.ops]
-        if ops and not isinstance(ops[0], Opaque):
-            adjacent[-1].append(part)
-        else:
-            adjacent.append([])
-    return adjacent
+        return bool(ops) and not isinstance(ops[0], Opaque)
+
+    return [list(group) for fit, group in groupby(partition.parts, has_basic_ops) if fit]
 
 
 def _blocked_rules(part: Part, neighbours: Sequence[Part], ops: Sequence[Any]) -> tuple[str, ...]:

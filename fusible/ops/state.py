@@ -39,7 +39,19 @@ class ModuleState(nn.Module):
             super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return _deepcopy_with_attributes(self, memo)
+        # Parameters keep copies of what was set on them; a process group cannot be copied: shared.
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        state = self.copied_state()
+        groups = getattr(torch.distributed, "ProcessGroup", ())
+        memo.update({id(value): value for value in state.values() if isinstance(value, groups)})
+        made.__setstate__(copy.deepcopy(state, memo))
+        for name, parameter in self._parameters.items():
+            if parameter is not None:
+                copied: Any = made._parameters[name]
+                copied.grad = None  # as nn.Parameter's copy; a quantized one keeps it
+                _give(copied, copy.deepcopy(attributes_of(parameter), memo))
+        return made
 
     def __getstate__(self) -> dict[str, Any]:
         return self.copied_state()
@@ -99,25 +111,6 @@ def _converted(parameter: Any, fn: Callable[[Tensor], Tensor]) -> nn.Parameter:
         parameter = nn.Parameter(new, parameter.requires_grad)
     parameter.grad = new_grad
     return parameter
-
-
-def _deepcopy_with_attributes(module: ModuleState, memo: dict[int, Any]) -> Any:
-    """``copy.deepcopy`` of an op, whose parameters keep copies of what was set on them.
-
-    A process group, which cannot be copied, is shared.
-    """
-    made = type(module).__new__(type(module))
-    memo[id(module)] = made
-    state = module.copied_state()
-    groups = getattr(torch.distributed, "ProcessGroup", ())
-    memo.update({id(value): value for value in state.values() if isinstance(value, groups)})
-    made.__setstate__(copy.deepcopy(state, memo))
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            copied: Any = made._parameters[name]
-            copied.grad = None  # as nn.Parameter's copy; a quantized one keeps it
-            _give(copied, copy.deepcopy(attributes_of(parameter), memo))
-    return made
 
 
 def _give(parameter: nn.Parameter | None, attributes: dict[str, Any]) -> None:

@@ -275,10 +275,8 @@ class TopKRouter(BasicOperation):
         dx = None
         if ctx.needs.input:
             dy = grad_output.reshape(-1, self.hidden_size)
-            if dy.dtype == narrow.dtype:
-                dx = torch.addmm(dy, narrow, weight)
-            else:
-                dx = dy + narrow @ weight
+            in_one = dy.dtype == narrow.dtype
+            dx = torch.addmm(dy, narrow, weight) if in_one else dy + narrow @ weight
             dx = dx.view(grad_output.shape)
         return dx, *grads
 

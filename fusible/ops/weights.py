@@ -7,13 +7,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from fusible.arguments import check_bools
-from fusible.calls import capturing, is_fake
+from fusible.calls import may_cache
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.fuser.module_names import named_modules
@@ -22,13 +22,15 @@ from fusible.fuser.plan import GradNeeds
 from fusible.kernels import grouped
 from fusible.ops import buffers
 from fusible.ops.casting import CastingOp
+from fusible.ops.grouped_kernels import GroupedKernels, GroupedOperand, LinearCall
+from fusible.ops.matrices import restore_leading_dims
 from fusible.ops.op import FusibleOperation, Grads
 from fusible.ops.operand_cache import OperandCache, counting_steps
 from fusible.ops.wgrad import (
     DelayedWgrad,
     WeightGradient,
     accumulate,
-    dummy_wgrads,
+    dummy_wgrad,
     main_grads,
 )
 from fusible.recipes.formats import NumberFormat
@@ -48,6 +50,20 @@ from fusible.recipes.recipe import Recipe, Role
 from fusible.recipes.sharding import is_sharded, local, shard
 from fusible.recipes.tensor import QuantizedTensor, attributes_of
 
+
+class SavedLinear(NamedTuple):
+    """What the backward of a linear reads of its forward."""
+
+    call: LinearCall
+    """Of the backward."""
+    x: Any
+    """The input, as the weight gradient reads it; None where it was not saved."""
+    row_scale: Tensor | None
+    """What multiplied the bias of each row, ``[rows]``."""
+    weights: Any
+    """As the data gradient reads them."""
+
+
 WeightQuantizer = Callable[[list[Tensor], Recipe, torch.dtype, Sequence[ProductKind]], Any]
 """From weights, a recipe, the dtype of the products and those that will be taken."""
 
@@ -66,8 +82,11 @@ class WeightedOperation(CastingOp):
     num_weights = 1
     num_groups: int | None = None
     """Groups of rows that are quantized apart, if any."""
+    kernels_type = GroupedKernels
     in_features: int
     out_features: int
+    rng_state_tracker_function: Callable[[], Any] | None
+    init_method: Callable[[Tensor], Any] | None
 
     # In reuse_quantized_weights: the weights as operands.
     _operand_cache: OperandCache | None = None
@@ -94,6 +113,15 @@ class WeightedOperation(CastingOp):
     def biases(self) -> list[Tensor]:
         """The biases as they are now; in a forward, ``ctx.parameters`` has them."""
         return list(self.own_parameters()[self.num_weights :])
+
+    def reset_parameters(self) -> None:
+        """Initialise the weights by ``init_method``, and the biases with zeros."""
+        tracker = self.rng_state_tracker_function
+        with nullcontext() if tracker is None else tracker().fork(), torch.no_grad():
+            for weight in self.weights():
+                self._initialize(weight)
+        for bias in self.biases():
+            nn.init.zeros_(bias)
 
     def store_weights(self) -> None:
         """Store the weights quantized, if the op is built in ``quantized_model_init``."""
@@ -153,7 +181,7 @@ class WeightedOperation(CastingOp):
     def _columns(self, role: Role) -> int:
         return self.out_features if role == "grad" else self.in_features
 
-    def initialize(self, weight: Tensor, init_method: Callable[[Tensor], Any] | None) -> None:
+    def _initialize(self, weight: Tensor) -> None:
         """Set a weight, or each matrix of it, by ``init_method``, by default Kaiming-uniform.
 
         A quantized weight is initialized in high precision, then quantized. If the stack is
@@ -163,8 +191,8 @@ class WeightedOperation(CastingOp):
         apart = isinstance(part, QuantizedTensor) or (part is not weight and weight.dim() == 3)
         value = part.new_empty(weight.shape) if apart else weight
         for matrix in value.unbind(0) if value.dim() == 3 else (value,):
-            if init_method is not None:
-                init_method(matrix)
+            if self.init_method is not None:
+                self.init_method(matrix)
             else:
                 nn.init.kaiming_uniform_(matrix, a=math.sqrt(5))
         if not apart:
@@ -191,9 +219,9 @@ class WeightedOperation(CastingOp):
             return None
         # Kept on the context, not saved: the run never reads its values, and it may be written
         # more than once. Not under torch.compile.
-        ctx.grad_input = buffers.take(kwargs, "grad_input", x.shape, ctx.dtype, x)
+        ctx.grad_input = buffers.checked_buffer(kwargs, "grad_input", x.shape, ctx.dtype, x)
         shape = (*x.shape[:-1], self.out_features)
-        output = buffers.take(kwargs, "output", shape, ctx.dtype, x)
+        output = buffers.checked_buffer(kwargs, "output", shape, ctx.dtype, x)
         return None if output is None else buffers.marked_written(output)
 
     def grad_input_buffer(self, ctx: OperationContext) -> Tensor | None:
@@ -201,9 +229,7 @@ class WeightedOperation(CastingOp):
         if torch.compiler.is_compiling():
             return None
         buffer = vars(ctx.forward).get("grad_input")
-        if buffer is None:
-            return None
-        return buffers.marked_written(buffer)
+        return None if buffer is None else buffers.marked_written(buffer)
 
     # --- gradients -------------------------------------------------------------------------------
 
@@ -211,7 +237,7 @@ class WeightedOperation(CastingOp):
         """What the backward returns for the weights; decides where their gradient goes, and when.
 
         One for each weight: the gradients, or dummy gradients for those that are in
-        ``main_grad`` (:func:`fusible.ops.wgrad.dummy_wgrads`), or None for delayed ones.
+        ``main_grad`` (:func:`fusible.ops.wgrad.dummy_wgrad`), or None for delayed ones.
 
         Raises:
             ValueError: ``accumulate_into_main_grad``, and a weight has no fitting ``main_grad``; or
@@ -229,8 +255,8 @@ class WeightedOperation(CastingOp):
             self._delayed.append(DelayedWgrad.of(gradient, weights, self._held_weights(), into))
         else:
             assert into is not None
-            into.take(gradient)
-        return nothing if into is None else dummy_wgrads(weights)
+            into.accumulate(gradient)
+        return nothing if into is None else tuple([dummy_wgrad(weight) for weight in weights])
 
     def _held_weights(self) -> list[Tensor | None]:
         """What the module holds now under the names of the weights."""
@@ -300,7 +326,7 @@ class WeightedOperation(CastingOp):
         weights = delayed.targets(self._held_weights())
         with torch.no_grad():
             if delayed.into is not None:
-                delayed.into.take(delayed.gradient)
+                delayed.into.accumulate(delayed.gradient)
             elif any([w.requires_grad for w in weights]):
                 accumulate(weights, self.as_weight_grads(delayed.gradient.compute(None, False)))
         for hook in self._wgrad_hooks:
@@ -372,6 +398,49 @@ class WeightedOperation(CastingOp):
                 return []
         return made
 
+    # --- the products ----------------------------------------------------------------------------
+
+    def product(
+        self,
+        call: LinearCall,
+        x: Any,
+        row_scale: Tensor | None,
+        output: Tensor | None,
+        *,
+        save_x: bool = True,
+    ) -> Tensor:
+        """The output ``[rows, out_features]``; saves what the backward reads."""
+        kernels = call.kernels
+        products = [p for p in self.input_products(call.ctx) if save_x or p != "wgrad"]
+        operand = kernels.prepare_rows(call, x, "input", products)
+        weights, backward_weights = kernels.weights(call)
+        y = kernels.product(call, operand.row, weights, row_scale, output)
+        if call.ctx.quantizes and call.ctx.recipe.backward_override is not None:
+            call.ctx.quantizes = False  # for what is saved, and the backward
+        self.save(call, operand.column if save_x else None, row_scale, backward_weights)
+        return y
+
+    def save(self, call: LinearCall, x: Any, row_scale: Tensor | None, weights: Any) -> None:
+        """Save what the gradients read; ``x`` is `GroupedOperand.column`, or None to save none."""
+        raise NotImplementedError
+
+    def grad_rows(self, saved: SavedLinear, dy: Any) -> GroupedOperand:
+        """The output's gradient for the products that will read it."""
+        call = saved.call
+        products = self.grad_products(call.ctx)
+        return call.kernels.prepare_rows(call, dy, "grad", products, saved.row_scale)
+
+    def data_grad(
+        self, saved: SavedLinear, dy: GroupedOperand, grad_output: Tensor
+    ) -> Tensor | None:
+        """The input's gradient with the leading dimensions of ``grad_output``, if it is needed."""
+        call = saved.call
+        if not call.ctx.needs.input:
+            return None
+        buffer = self.grad_input_buffer(call.ctx)
+        dx = call.kernels.data_grad(call, dy.row, saved.weights, buffer)
+        return restore_leading_dims(dx, grad_output)
+
     # --- quantizing ------------------------------------------------------------------------------
 
     def get_input_quantizer(self) -> Quantizer | None:
@@ -415,7 +484,7 @@ class WeightedOperation(CastingOp):
         products: tuple[ProductKind, ...] = (
             ("forward", "dgrad") if ctx.needs.input else ("forward",)
         )
-        if self._operand_cache is None or torch.compiler.is_compiling() or capturing() or is_fake():
+        if self._operand_cache is None or not may_cache():
             quantize = quantize or partial(quantize_weights, as_values=("forward",))
             return quantize(weights, ctx.recipe, ctx.dtype, products)
         make = partial(quantize or quantize_weights, weights, ctx.recipe, ctx.dtype, products)
@@ -433,7 +502,8 @@ class WeightedOperation(CastingOp):
         names = [f"{r} {f.name if f else 'as it is'}" for r, f in later.items() if f != formats[r]]
         if names:
             notes.append(f"in the backward: {', '.join(names)}, quantized from the original values")
-        if self._stored_for_inference():
+        held = [local(w) for w in self._held_weights() if w is not None]
+        if any([isinstance(w, QuantizedTensor) and not w.has_columnwise for w in held]):
             notes.append(
                 "weights are stored for inference: a forward whose input needs a gradient "
                 "quantizes them again column-wise; "
@@ -454,10 +524,6 @@ class WeightedOperation(CastingOp):
             "weights are computed from stored ones, which every forward dequantizes; the products "
             "read ordinary tensors",
         )
-
-    def _stored_for_inference(self) -> bool:
-        parts = [local(w) for w in self._held_weights() if w is not None]
-        return any([isinstance(w, QuantizedTensor) and not w.has_columnwise for w in parts])
 
     def copied_state(self) -> dict[str, Any]:
         """In no scope, with no backward waiting."""

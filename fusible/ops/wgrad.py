@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -34,40 +35,27 @@ class MainGrads(NamedTuple):
     buffers: tuple[Tensor, ...]
     overwrite: tuple[bool, ...]
 
-    def take(self, gradient: WeightGradient) -> None:
+    def accumulate(self, gradient: WeightGradient) -> None:
         """Write or add the gradient, each buffer by its own flag; not of weights frozen by now."""
-        wanted = [weight.requires_grad for weight in self.weights]
-        if all(wanted):
-            self._take(gradient)
-        elif any(wanted):
-            pairs = zip(self.buffers, wanted, strict=True)
-            self._replace(
-                buffers=tuple([b if own else torch.zeros_like(b) for b, own in pairs])
-            )._take(gradient)
-
-    def _take(self, gradient: WeightGradient) -> None:
-        dtype = self.buffers[0].dtype
-        if any([buffer.dtype != dtype for buffer in self.buffers]):
+        trained = [weight.requires_grad for weight in self.weights]
+        if not any(trained):
+            return
+        pairs = zip(self.buffers, trained, strict=True)
+        buffers = [b if own else torch.zeros_like(b) for b, own in pairs]
+        first, dtypes = buffers[0], {b.dtype for b in buffers}
+        if len(dtypes) > 1:
             # One product in the widest dtype, which is then rounded once for each buffer.
-            grads = self._widest(gradient).split(1)
-            for buffer, grad, fresh in zip(self.buffers, grads, self.overwrite, strict=True):
+            widest = reduce(torch.promote_types, dtypes)
+            wide = first.new_empty((len(buffers), *first.shape), dtype=widest)
+            gradient.compute([wide], False)
+            for buffer, grad, fresh in zip(buffers, wide.split(1), self.overwrite, strict=True):
                 write([buffer], grad, not fresh)
             return
         accumulate = not all(self.overwrite)
-        if accumulate:
-            for buffer, fresh in zip(self.buffers, self.overwrite, strict=True):
-                if fresh:
-                    buffer.zero_()
-        gradient.compute(self.buffers, accumulate)
-
-    def _widest(self, gradient: WeightGradient) -> Tensor:
-        dtype = self.buffers[0].dtype
-        for buffer in self.buffers:
-            dtype = torch.promote_types(dtype, buffer.dtype)
-        first = self.buffers[0]
-        wide = first.new_empty((len(self.buffers), *first.shape), dtype=dtype)
-        gradient.compute([wide], False)
-        return wide
+        for buffer, fresh in zip(buffers, self.overwrite, strict=True):
+            if accumulate and fresh:
+                buffer.zero_()
+        gradient.compute(buffers, accumulate)
 
 
 def grouped_gradient(
@@ -81,27 +69,19 @@ def grouped_gradient(
     (dy, dy_scale), (x, x_scale) = elements_and_scale(dy), elements_and_scale(x)
 
     def gradient(out: Sequence[Tensor] | None, accumulate: bool) -> Tensor | None:
-        operands = dy, x, ends, dy_scale, x_scale
-        if not (column_major if out is None else is_column_major(out[0])):
-            return _grouped(operands, out, accumulate)
-        operands = x, dy, ends, x_scale, dy_scale
-        dw = _grouped(operands, None if out is None else [t.mT for t in out], accumulate)
-        return None if dw is None else dw.mT
+        a, b, *scales = dy, x, dy_scale, x_scale
+        transposed = column_major if out is None else is_column_major(out[0])
+        if transposed:
+            a, b, *scales = x, dy, x_scale, dy_scale
+        if out is None:
+            dw = grouped.grouped_wgrad(a, b, ends, None, *scales)
+            return dw.mT if transposed else dw
+        outputs = [t.mT for t in out] if transposed else list(out)
+        grouped.grouped_wgrad_(outputs, a, b, ends, accumulate, *scales)
+        return None
 
     reads = dy, x, ends, dy_scale, x_scale
     return WeightGradient(gradient, tuple([t for t in reads if t is not None]))
-
-
-def _grouped(
-    operands: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
-    out: Sequence[Tensor] | None,
-    accumulate: bool,
-) -> Tensor | None:
-    a, b, ends, *scales = operands
-    if out is None:
-        return grouped.grouped_wgrad(a, b, ends, None, *scales)
-    grouped.grouped_wgrad_(list(out), a, b, ends, accumulate, *scales)
-    return None
 
 
 def is_column_major(t: Tensor) -> bool:
@@ -191,18 +171,14 @@ def _checked(main_grad: Any, weight: Tensor, op_name: str) -> Tensor:
         ) from error
 
 
-def dummy_wgrads(weights: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    """What autograd gets for weights whose gradient is in ``main_grad``.
+def dummy_wgrad(weight: Tensor) -> Tensor | None:
+    """What autograd gets for a weight whose gradient is in ``main_grad``.
 
     Frameworks hang their reductions on autograd's accumulation of the weight's gradient. A weight
     with the attribute ``grad_added_to_main_grad`` has it set, and gets a dummy gradient, of
     zeros if it also has ``zero_out_wgrad``; the others get None. A compiled backward sets no
     attribute, so there it is zeros, which do no harm if they are added.
     """
-    return tuple([_dummy_wgrad(weight) for weight in weights])
-
-
-def _dummy_wgrad(weight: Tensor) -> Tensor | None:
     if not (weight.requires_grad and hasattr(weight, "grad_added_to_main_grad")):
         return None
     zeros = torch.compiler.is_compiling() or getattr(weight, "zero_out_wgrad", False)

@@ -160,7 +160,7 @@ def test_a_graph_that_writes_weights_ends_the_keeping(monkeypatch):
 def test_a_capture_makes_copies_of_its_own(monkeypatch):
     op = stored(True)
     step(op)
-    monkeypatch.setattr("fusible.ops.operand_cache.capturing", lambda: True)
+    monkeypatch.setattr("fusible.calls.capturing", lambda: True)
     assert step(op)[1] == (1, 0)
 
 

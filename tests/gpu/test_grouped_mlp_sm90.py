@@ -10,7 +10,7 @@ from checks import graph_of, hopper, launched, never_waiting
 from sm90_launches import is_direct
 
 import fusible as fz
-from fusible.ops import grouped_direct
+from fusible.ops import grouped_fast_path
 from fusible.testing import assume_target
 
 pytestmark = hopper
@@ -223,7 +223,7 @@ def test_prepared_launches_are_the_checked_ones(act, options, bias, monkeypatch)
     extra = (splits, scales, splits, scales)[: mlp.num_extra_inputs]
     assert is_direct(mlp(x, *extra))
     prepared = step(mlp, x, scales, splits, dy)
-    monkeypatch.setattr(grouped_direct, "is_intercepted", lambda: True)
+    monkeypatch.setattr(grouped_fast_path, "is_intercepted", lambda: True)
     assert not is_direct(mlp(x, *extra))
     for name, value in step(mlp, x, scales, splits, dy).items():
         assert torch.equal(value, prepared[name]), name

@@ -335,7 +335,7 @@ def test_a_capture_ignores_the_scope(monkeypatch):
     with fz.reuse_quantized_weights(op, until_updated=True):
         output(op, x)
         op.weight.data.zero_()
-        monkeypatch.setattr("fusible.ops.weights.capturing", lambda: True)
+        monkeypatch.setattr("fusible.calls.capturing", lambda: True)
         assert torch.equal(output(op, x), op.bias.expand(48, 64))
 
 

@@ -20,7 +20,7 @@ from fusible.kernels.grouped import definitions
 from fusible.kernels.runtime import gpu
 from fusible.kernels.sm90 import checked_products, grouped_products, launch, operands
 from fusible.kernels.sm90.spec import FORWARD, Spec
-from fusible.ops import grouped_direct
+from fusible.ops import grouped_fast_path
 
 # The kernels' arguments: see GroupedGemm.__call__.
 NAMES = (
@@ -176,7 +176,7 @@ def sm90_on_cpu() -> Iterator[list[Spec]]:
 def ops_only() -> Iterator[None]:
     """Run all plans by their ops, none by the autograd function that has no contexts."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grouped_direct, "is_intercepted", lambda: True)
+        patch.setattr(grouped_fast_path, "is_intercepted", lambda: True)
         yield
 
 
@@ -188,7 +188,7 @@ def take_cpu_tensors(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
     patch.setattr(operands, "pointer_table", pointer_table)
-    for module in (checked_products, grouped_products, grouped_direct):
+    for module in (checked_products, grouped_products, grouped_fast_path):
         patch.setattr(module, "supports", supports)
     patch.setattr(library, "is_direct", lambda x: not torch.compiler.is_compiling())
     for module in (gpu, moe.cuda):
@@ -209,4 +209,4 @@ def forget_launches() -> None:
 
 def is_direct(y: Tensor) -> bool:
     """Whether a plan of one op gave ``y`` by the autograd function that has no contexts."""
-    return type(y.grad_fn).__name__ == "_DirectFunctionBackward"
+    return type(y.grad_fn).__name__ == "_FastPathFunctionBackward"

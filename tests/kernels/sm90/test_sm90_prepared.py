@@ -174,10 +174,10 @@ def test_one_node_launches_what_the_op_does(launches, monkeypatch, single, whole
         return type(y.grad_fn).__name__, made
 
     node, direct = step()
-    monkeypatch.setattr(fuser_run.Run, "_direct", lambda *_: None)
+    monkeypatch.setattr(fuser_run.Run, "_fast_path", lambda *_: None)
     model[0]._run, model._captured, model._known = None, None, ()
     other, general = step()
-    assert (node, other) == ("_DirectFunctionBackward", "RunFunctionBackward")
+    assert (node, other) == ("_FastPathFunctionBackward", "RunFunctionBackward")
     # FC1's two gradients, which need nothing of each other, come in either order.
     assert sorted(map(repr, direct)) == sorted(map(repr, general))
     assert len(direct) == (7 if whole else 4)

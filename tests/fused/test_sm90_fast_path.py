@@ -99,12 +99,12 @@ def test_scaled_biases_equal_the_op_s(build, bias, frozen):
 def test_without_gradients(build, bias):
     model = with_biases(build(**BIASES[bias]))
     given = inputs(model)
-    directly = []
+    taken = []
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
-        run = fuser_run.run_directly
-        patch.setattr(fuser_run, "run_directly", lambda *a: directly.append(a) or run(*a))
+        run = fuser_run.run_fast_path
+        patch.setattr(fuser_run, "run_fast_path", lambda *a: taken.append(a) or run(*a))
         y = call(model, given)
-    assert len(directly) == 1
+    assert len(taken) == 1
     assert not y.requires_grad
     assert torch.equal(y, call(model, given, prepared=False))
 

@@ -1,14 +1,16 @@
 """Grouped linears on Hopper as one autograd node without contexts: the least host time.
 
 This path is for calls that need nothing but the kernels: no check, copy, recipe or cast, and no
-gradient elsewhere than in autograd. `Run._direct` selects plans of one op. `plan_needs_no_checks`
-checks the plan key and the ops, when the plan is made. `_Direct._need_no_checks` checks the tensors
+gradient elsewhere than in autograd. `Run._fast_path` selects plans of one op. `plan_fits_fast_path`
+checks the plan key and the ops, when the plan is made. `_FastPath._call_fits` checks the tensors
 of a call. All other calls run by the ops.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -35,7 +37,7 @@ DenseOperand = tuple[Sequence[Tensor], tuple[int, ...], int]
 the next begins."""
 
 
-def plan_needs_no_checks(call: PlanKey, *ops: Any) -> bool:
+def plan_fits_fast_path(call: PlanKey, *ops: Any) -> bool:
     """Whether calls of a plan need no checks, as far as its ops and plan key determine it."""
     (dtype, device, _), *extra = call.inputs
     linears: list[Any] = [op for op in ops if isinstance(op, WeightedOperation)]
@@ -123,23 +125,16 @@ class _Linear:
         return (*grads, *op.as_bias_grads(dbias))
 
 
-class _LibraryProducts:
-    """The products of a backward by library ops, for operands that must be checked or traced."""
-
-    @staticmethod
-    def dgrad(dy: Tensor, w: Sequence[Tensor], ends: Tensor) -> Tensor:
-        """``dy @ w[e]``."""
-        return grouped.grouped_mm(dy, w, ends, transpose_w=True)
-
-    dglu = staticmethod(grouped.grouped_dglu)
-    wgrad = staticmethod(grouped.grouped_wgrad)
+_LIBRARY_PRODUCTS = SimpleNamespace(
+    dgrad=partial(grouped.grouped_mm, transpose_w=True),
+    dglu=grouped.grouped_dglu,
+    wgrad=grouped.grouped_wgrad,
+)
+"""The products of a backward by library ops, for operands that must be checked or traced."""
 
 
-_LIBRARY_PRODUCTS = _LibraryProducts()
-
-
-class _Direct:
-    """What the plans of this path share; see `fusible.fuser.schedule.Direct`.
+class _FastPath:
+    """What the plans of this path share; see `fusible.fuser.schedule.FastPath`.
 
     The operands are ``x``, ``split_sizes``, the other extra inputs of ``ops``, and parameters.
     """
@@ -161,7 +156,7 @@ class _Direct:
         self._dtype, self._device, _ = call.inputs[0]
         self._groups, self._features = ops[0].num_groups, ops[0].in_features
 
-    def _need_no_checks(
+    def _call_fits(
         self, dense: Iterable[DenseOperand], vectors: Iterable[tuple[Tensor, int]] = ()
     ) -> bool:
         """Whether kernels can read all operands where they are, and nothing else sees the call.
@@ -210,7 +205,7 @@ class _Direct:
             if linear.op.has_bias:
                 dense.append((params[linear.biases], *linear.bias_layout))
         vectors = [(operands[1], groups), *[(operands[i], rows) for i in self._scales]]
-        if not self._need_no_checks(dense, vectors):
+        if not self._call_fits(dense, vectors):
             return None
         return [
             (
@@ -229,7 +224,7 @@ class _Direct:
         dense: list[DenseOperand] = [((t,), (rows, features), 0) for t, features in matrices]
         for linear in self._linears:
             dense.append((weights[linear.saved_weights], *linear.weight_layout))
-        if not self._need_no_checks(dense):
+        if not self._call_fits(dense):
             return [(_LIBRARY_PRODUCTS, weights[linear.saved_weights]) for linear in self._linears]
         return [
             (linear.products(rows), weights[linear.saved_weights.start].data_ptr())
@@ -237,7 +232,7 @@ class _Direct:
         ]
 
 
-class DirectLinear(_Direct):
+class LinearFastPath(_FastPath):
     """One ``GroupedLinear``."""
 
     def forward(self, prepared: Any, *operands: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
@@ -249,9 +244,7 @@ class DirectLinear(_Direct):
         y = products.forward(x, w, ends, bias, row_scale)
         return y, (x, ends, row_scale, linear.saved_bias(params), *params[linear.weights])
 
-    def backward(
-        self, saved: Sequence[Tensor], grad_output: Tensor, held: bool
-    ) -> Sequence[Tensor | None]:
+    def backward(self, saved: Sequence[Tensor], grad_output: Tensor, held: bool) -> Grads:
         """The gradients of the operands."""
         x, ends, row_scale, bias, *weights = saved
         (linear,), dy = self._linears, grad_output
@@ -262,7 +255,7 @@ class DirectLinear(_Direct):
         return dx, None, *dscales, *linear.param_grads(products, dy, x, ends, row_scale)
 
 
-class DirectGLU(_Direct):
+class LinearGLUFastPath(_FastPath):
     """A ``GroupedLinear`` without scaled bias and an activation.
 
     Both need gradients, or neither.
@@ -278,9 +271,7 @@ class DirectGLU(_Direct):
         preact, out = products.glu(x, w, ends, scales, self._glu, bias, save_preact)
         return out, (x, ends, scales, preact, *params[linear.weights])
 
-    def backward(
-        self, saved: Sequence[Tensor], grad_output: Tensor, held: bool
-    ) -> Sequence[Tensor | None]:
+    def backward(self, saved: Sequence[Tensor], grad_output: Tensor, held: bool) -> Grads:
         """The gradients of the operands."""
         x, ends, scales, preact, *weights = saved
         (linear,), features = self._linears, preact.shape[1]
@@ -295,7 +286,7 @@ class DirectGLU(_Direct):
         return dx, None, *of_scales, *linear.param_grads(products, dy, x, ends)
 
 
-class DirectMLP(_Direct):
+class MLPFastPath(_FastPath):
     """FC1 without scaled bias, an activation, FC2."""
 
     def forward(self, prepared: Any, *operands: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
@@ -312,9 +303,7 @@ class DirectMLP(_Direct):
         weights = *params[fc1.weights], *params[fc2.weights]
         return y, (x, ends, scales, preact, row_scale, fc2.saved_bias(params), *weights)
 
-    def backward(
-        self, saved: Sequence[Tensor], grad_output: Tensor, held: bool
-    ) -> Sequence[Tensor | None]:
+    def backward(self, saved: Sequence[Tensor], grad_output: Tensor, held: bool) -> Grads:
         """The gradients of the operands."""
         x, ends, scales, preact, row_scale, bias2, *weights = saved
         (fc1, fc2), dy = self._linears, grad_output
