@@ -167,6 +167,8 @@ def rows() -> None:
         index, _ = moe.row_sources(row_map, probs, moved)
         for zero_tail in (True, False):
             moe.scatter_rows(x, row_map, probs, moved, True, zero_tail=zero_tail)
+            few = x[:64], probs[:64], ids[:64], 60, capacity, min(moved, 64 * 4), True
+            moe.permute_rows(*few, zero_tail=zero_tail)
         moe.gather_sum(y, row_map, probs, per_row)
         apart = in_seven_memories(x)
         moe_kernels.scatter_rows(apart, row_map, probs, moved, True)
