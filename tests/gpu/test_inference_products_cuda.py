@@ -75,7 +75,12 @@ def test_products(dtype, features, separate, sizes, tail):
 
     want = exact.clone()
     want[:live] += of_row
-    for glu in (Glu("swiglu"), Glu("swiglu", 8), Glu("srelu"), Glu("clamped_qgeglu", 8, 1, 1.7, 1)):
+    for glu in (
+        Glu("swiglu"),
+        Glu("swiglu", 8),
+        Glu("srelu"),
+        Glu("clamped_qgeglu", 8, 1.0, 1.7, 1.0),
+    ):
         if columns % (glu.sides * max(glu.interleave, 8)):
             continue
         for scales, given, preact in ((scale, bias, want), (None, None, exact)):
@@ -141,53 +146,72 @@ def test_bits_repeat_and_graphs_take_other_groups():
         assert torch.equal(got, grouped.inference_mm(x, [w], sizes.cumsum(0).int()))
 
 
+@pytest.fixture
+def launches(monkeypatch):
+    """What is launched to multiply few rows."""
+    made, launch = [], few_rows.launch
+    monkeypatch.setattr(few_rows, "launch", lambda *args: made.append(args) or launch(*args))
+    return made
+
+
 @pytest.mark.parametrize("single", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", BITS, ids=str)
-def test_blocks(dtype, bias, single):
-    """Inference with few tokens, as with many; under `batch_invariant` the bits are training's."""
+def test_experts(dtype, bias, single, launches):
+    """Few tokens have other bits than among many, but not under `batch_invariant`."""
     torch.manual_seed(0)
     options = {"dtype": dtype, "device": "cuda", "bias": bias, "single_grouped_weight": single}
-    block = fz.Sequential(
-        fz.TopKRouter(128, 16, 4, device="cuda", dtype=dtype),
+    experts = fz.Sequential(
         fz.Dispatch(16),
         fz.GroupedLinear(16, 128, 512, **options),
         fz.ScaledSwiGLU(),
         fz.GroupedLinear(16, 256, 128, **options),
         fz.Combine(),
     )
-    for tokens in (1, 3, 4, 5, 64):
-        x = torch.randn(tokens, 128, device="cuda").to(dtype)
-        want = block(x.clone().requires_grad_()).detach()
-        with torch.no_grad():
-            got = block(x)
-            graph, captured = graph_of(lambda x=x: block(x))
-            graph.replay()
+    x, probs = torch.randn(64, 128, device="cuda").to(dtype), torch.rand(64, 4, device="cuda")
+    ids = torch.stack([torch.randperm(18)[:4] for _ in range(64)]).cuda() - 1
+    with torch.no_grad():
+        among_many = experts(x, probs, ids)
+        assert not launches
+        for tokens in (1, 3, 4, 5, 64):
+            given = x[:tokens], probs[:tokens], ids[:tokens]
+            want = among_many[:tokens]
             with fz.batch_invariant():
-                assert torch.equal(block(x), want)
-        assert torch.equal(captured, got)
-        assert (got - want).norm() <= 1e-2 * want.norm()
-        assert torch.equal(got, want) or tokens <= 4
+                assert torch.equal(experts(*given), want)
+            assert not launches
+            got = experts(*given)
+            assert len(launches) == (2 if tokens <= 4 else 0)
+            assert torch.equal(got, want) or tokens <= 4
+            assert (got - want).norm() <= 1e-2 * want.norm()
+            graph, captured = graph_of(lambda given=given: experts(*given))
+            graph.replay()
+            assert torch.equal(captured, got)
+            launches.clear()
+    experts(x[:1].clone().requires_grad_(), probs[:1], ids[:1])
+    assert not launches
 
 
 @pytest.mark.parametrize("rows", [1, 8, 9])
-def test_linears_and_mlps(rows):
+def test_linears_and_mlps(rows, launches):
     """Ops without a block, which otherwise run without contexts."""
     options = {"dtype": torch.bfloat16, "device": "cuda"}
     fc1, fc2 = fz.GroupedLinear(8, 128, 512, **options), fz.GroupedLinear(8, 256, 128, **options)
-    x, sizes = torch.randn(rows, 128, device="cuda").bfloat16(), torch.zeros(8, device="cuda")
-    sizes = sizes.int()
-    sizes[3], sizes[5] = rows - 1, 1
-    scales = torch.rand(rows, device="cuda")
+    x, sizes = torch.randn(rows, 128, device="cuda").bfloat16(), [0, 0, 0, rows - 1, 0, 1, 0, 0]
+    sizes, scales = torch.tensor(sizes, device="cuda"), torch.rand(rows, device="cuda")
     for module, given in (
         (fc1, (sizes,)),
         (fz.Sequential(fc1, fz.ScaledSwiGLU()), (sizes, scales)),
         (fz.Sequential(fc1, fz.SwiGLU(), fc2), (sizes, sizes)),
     ):
-        want = module(x, *given).detach()
         with torch.no_grad():
-            got = module(x, *given)
             with fz.batch_invariant():
-                assert torch.equal(module(x, *given), want)
+                want = module(x, *given)
+            assert not launches
+            got = module(x, *given)
+        few = rows <= 8
+        assert len(launches) == few * (2 if len(module.plan.basic_ops) == 3 else 1)
+        assert torch.equal(got, want) or few
         assert (got - want).norm() <= 1e-2 * want.norm()
-        assert torch.equal(got, want) or rows <= 8
+        launches.clear()
+        module(x, *given)
+        assert not launches

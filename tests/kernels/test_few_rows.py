@@ -11,7 +11,13 @@ import fusible as fz
 from fusible import recipes
 from fusible.fused.grouped_mlp import GroupedMLP
 from fusible.kernels import few_rows, grouped
-from fusible.kernels.few_rows.spec import FewRowsSpec, divided_rows, supports, supports_format
+from fusible.kernels.few_rows.spec import (
+    STAGES,
+    FewRowsSpec,
+    divided_rows,
+    supports,
+    supports_format,
+)
 from fusible.kernels.glu import Glu
 from fusible.recipes.formats import (
     E4M3,
@@ -151,8 +157,9 @@ def test_kernels_compile_with_few_spills(fmt, row_tiles, gated, capfd, tmp_path)
         pytest.skip("not chosen: see test_tiles_fit")
     if gated:
         spec = spec._replace(activation="swiglu", gated=True, interleave=32, warps_across=2)
-    if fmt is None and row_tiles == 2:
-        spec = spec._replace(dtype="f16")
+    if fmt is None:
+        dtype = "f16" if row_tiles == 2 else "bf16"
+        spec = spec._replace(stages=STAGES[row_tiles], dtype=dtype)
     options = f"--gpu-arch sm_90a remarks{{ptx}} --keep-ptx --dump-dir={tmp_path}"
     compile_kernel("few_rows.product.product", (spec,), options)
     report = "".join(capfd.readouterr())
@@ -236,7 +243,7 @@ def test_what_is_launched_for_weights_of_16_bits(launches, monkeypatch):
     out = few_rows.inference_glu(x, [w], ends, scales, Glu("swiglu", 8, 1.0), bias)
     ((path, (spec,), device, *args),) = launches
     assert (path, device) == ("few_rows.product.product", x.device)
-    assert spec == FewRowsSpec(None, False, True, "f32", "swiglu", 8, True, 4, 1, "bf16")
+    assert spec == FewRowsSpec(None, False, True, "f32", "swiglu", 8, True, 4, 1, 3, "bf16")
     given = [t.data_ptr() if isinstance(t, torch.Tensor) else t for t in args]
     assert given[:8] == [
         x.data_ptr(), w.data_ptr(), None, None, None,
@@ -249,7 +256,7 @@ def test_what_is_launched_for_weights_of_16_bits(launches, monkeypatch):
     monkeypatch.setattr(few_rows, "pointer_table", lambda pointers, _: pointers)
     few_rows.inference_mm(x, apart, ends)
     _, (spec,), _, _, *given = launches[1]
-    assert spec == FewRowsSpec(None, True, warps_across=4, row_tiles=1, dtype="bf16")
+    assert spec == FewRowsSpec(None, True, warps_across=4, row_tiles=1, stages=3)
     assert given[:4] == [None, None, None, tuple(t.data_ptr() for t in apart)]
     few_rows.inference_mm(x, list(w.unbind(0)), ends)  # side by side
     assert launches[2][4] == w.data_ptr()

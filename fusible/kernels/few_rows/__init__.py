@@ -22,6 +22,7 @@ from fusible.kernels.few_rows.invariance import is_batch_invariant
 from fusible.kernels.few_rows.spec import (
     MMA_ROWS,
     RESIDENT,
+    STAGES,
     WARPS,
     FewRowsSpec,
     divided_rows,
@@ -194,6 +195,7 @@ def _launched(
     out = x.new_empty(rows, columns)
     if rows == 0:
         return out
+    tile = _tile(fmt, groups, rows, depth)
     spec = FewRowsSpec(
         fmt,
         table,
@@ -202,7 +204,8 @@ def _launched(
         "" if glu is None else glu.activation,
         0 if glu is None else glu.interleave,
         glu is not None and glu.sides == 2,
-        *_tile(fmt, groups, rows, depth),
+        *tile,
+        1 if fmt is not None else STAGES[tile[1]],
         _DTYPES[x.dtype],
     )
     # A group without rows has no tiles; the rows past the last group are one more.

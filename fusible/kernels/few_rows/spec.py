@@ -12,6 +12,8 @@ THREADS = 32 * WARPS
 MMA_ROWS = 8  # of x that one matrix instruction multiplies
 WARP_FEATURES = 32  # rows of the weight that a warp multiplies: two instructions of 16
 RESIDENT = 2  # blocks that a multiprocessor has registers for
+STAGES = {1: 3, 2: 3, 4: 1}
+"""`FewRowsSpec.stages` of weights of 16 bits by ``row_tiles``: what the registers hold."""
 MAX_GROUPS = 1024
 _MAX_OFFSET = 1 << 31  # in a group's weight, in 32 rows of x, and in the biases: 32 bits
 _SHARED_BYTES = 228 * 1024
@@ -39,6 +41,8 @@ class FewRowsSpec(NamedTuple):
     """Warps of a block that lie side by side; the others divide the reduction."""
     row_tiles: int = 4
     """Rows that are multiplied at once, in instructions of 8: 1, 2 or 4."""
+    stages: int = 1
+    """Times that a thread loads words of weights of 16 bits before it multiplies the first."""
     dtype: str = "bf16"
     """PTX name of that of rows, biases and the output; with a format it is BF16."""
 

@@ -158,7 +158,7 @@ def _bytes(count, fmt):
     return 2 * count if fmt is None else count // fmt.element.per_byte
 
 
-def _load_weights(weights, k, words, scales, spec):
+def _load_weights(weights, k, words, scales, spec, stage=0):
     """What a thread loads of its rows at number ``k`` of the reduction, zeros past the end."""
     fmt = spec.format
     inside = Int32(k < weights.depth)
@@ -166,7 +166,7 @@ def _load_weights(weights, k, words, scales, spec):
         offset = weights.rows[r] + _bytes(k, fmt)
         found = bits.load(weights.data + Int64(offset), inside, 4)
         for i in range(4):
-            words[4 * r + i] = found[i]
+            words[4 * _ROWS * stage + 4 * r + i] = found[i]
     if spec.scales_sums:  # of all threads, whose sums are of all that the warp loads
         k -= cute.arch.lane_idx() % 4 * spec.vector
         inside = Int32(k < weights.depth)
@@ -244,6 +244,36 @@ def _multiply(
         k += step
 
 
+@cute.jit
+def _multiply_in_stages(
+    weights: _Weights,
+    x_rows,
+    words: cute.Tensor,
+    scales: cute.Tensor,
+    sums: cute.Tensor,
+    along: Int32,
+    spec: cutlass.Constexpr,
+    tiles: cutlass.Constexpr,
+):
+    """As `_multiply`, of weights of 16 bits, with the loads of ``spec.stages`` chunks under way.
+
+    ``words`` are those of the first ones.
+    """
+    chunks = cute.ceil_div(weights.depth, spec.chunk)
+    k = _first_number(along, spec)
+    step = spec.warps_along * spec.chunk
+    for _ in cutlass.range(along, chunks, spec.warps_along * spec.stages, unroll=1):
+        x_now = _load_x(x_rows, tiles, k, Int32(k < weights.depth))
+        for stage in cutlass.range_constexpr(spec.stages):
+            x_next = x_now
+            if const_expr(stage + 1 < spec.stages):
+                x_next = _load_x(x_rows, tiles, k + step, Int32(k + step < weights.depth))
+            _multiply_words(words, x_now, sums, stage, spec, tiles)
+            _load_weights(weights, k + spec.stages * step, words, scales, spec, stage)
+            x_now = x_next
+            k += step
+
+
 def _first_number(along, spec):
     """The first number of the reduction that a thread loads."""
     return along * spec.chunk + cute.arch.lane_idx() % 4 * spec.vector
@@ -256,21 +286,29 @@ def _multiply_part(words, factors, x_words, sums, nans, part, spec, tiles):
     pairs = []
     for r in range(_ROWS):
         own = [words[4 * r + part * count + i] for i in range(count)]
-        if fmt is None:
-            pairs.append(own)
-            continue
         factor = factors[r][part * len(factors[r]) // (spec.vector // 8)]
         if fmt.element == E4M3:
             for word in own:
                 nans[r] = nans[r] | nan_bytes(word)
         pairs.append(_scaled(pairs_of(own, fmt), factor, fmt))
-    for n in range(tiles):
-        of_x = x_words[n] if fmt is None else paired(x_words[n], fmt)
+    _multiply_pairs(pairs, [paired(x_words[n], fmt) for n in range(tiles)], sums, spec)
+
+
+def _multiply_words(words, x_words, sums, stage, spec, tiles):
+    """The products of 8 numbers of 16 bits of each row that a thread has loaded."""
+    first = 4 * _ROWS * stage
+    pairs = [[words[first + 4 * r + i] for i in range(4)] for r in range(_ROWS)]
+    _multiply_pairs(pairs, x_words[:tiles], sums, spec)
+
+
+def _multiply_pairs(pairs, of_x, sums, spec):
+    """The products of four pairs of each row of the weight and of x."""
+    for n, x_pairs in enumerate(of_x):
         for m in range(2):
             upper, lower = pairs[2 * m], pairs[2 * m + 1]
             for half in (0, 2):
                 a = [upper[half], lower[half], upper[half + 1], lower[half + 1]]
-                _mma(sums, 8 * n + 4 * m, a, of_x[half : half + 2], spec.dtype)
+                _mma(sums, 8 * n + 4 * m, a, x_pairs[half : half + 2], spec.dtype)
 
 
 # --- a tile ---------------------------------------------------------------------------------------
@@ -453,7 +491,10 @@ def _load_first(
     """What a thread multiplies first of a tile."""
     warp = cute.arch.warp_idx()
     weights, _ = _weights_of(problem, group, column, warp % spec.warps_across, spec)
-    _load_weights(weights, _first_number(warp // spec.warps_across, spec), words, scales, spec)
+    k = _first_number(warp // spec.warps_across, spec)
+    for stage in cutlass.range_constexpr(spec.stages):
+        _load_weights(weights, k, words, scales, spec, stage)
+        k += spec.warps_along * spec.chunk
 
 
 @cute.jit
@@ -480,20 +521,23 @@ def _multiply_rows(
     )
     sums.fill(0.0)
     nans.fill(0)
-    given = weights, x_rows, words, scales, sums, nans, along, spec
+    if const_expr(spec.format is None):
+        multiply, given = _multiply_in_stages, (weights, x_rows, words, scales, sums, along, spec)
+    else:
+        multiply, given = _multiply, (weights, x_rows, words, scales, sums, nans, along, spec)
     if const_expr(spec.row_tiles == 1):
-        _multiply(*given, 1)
+        multiply(*given, 1)
     elif const_expr(spec.row_tiles == 2):
         if count <= MMA_ROWS:
-            _multiply(*given, 1)
+            multiply(*given, 1)
         else:
-            _multiply(*given, 2)
+            multiply(*given, 2)
     elif count <= MMA_ROWS:
-        _multiply(*given, 1)
+        multiply(*given, 1)
     elif count <= 2 * MMA_ROWS:
-        _multiply(*given, 2)
+        multiply(*given, 2)
     else:
-        _multiply(*given, 4)
+        multiply(*given, 4)
 
 
 @cute.jit
@@ -552,7 +596,7 @@ def _product(problem: _Problem, spec: cutlass.Constexpr):
     tiles = _list_groups(problem, used, counts) * across
     tile, _, _ = cute.arch.block_idx()
     blocks, _, _ = cute.arch.grid_dim()
-    words = cute.make_rmem_tensor((4 * _ROWS,), Uint32)
+    words = cute.make_rmem_tensor((4 * _ROWS * spec.stages,), Uint32)
     scales = cute.make_rmem_tensor((_ROWS,), Uint32)
     sums = cute.make_rmem_tensor((8 * spec.row_tiles,), Float32)
     nans = cute.make_rmem_tensor((_ROWS,), Uint32)
