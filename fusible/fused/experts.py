@@ -72,9 +72,9 @@ class MoEExperts(FusedOperation):
         if all([t is None for of_op in extra[1:] for t in of_op]):
             for ctx in ctxs:
                 ctx.zero_tail = False
-        placed = dispatch.place(first, x, *extra[0])
+        choices = dispatch.choices(first, x, *extra[0])
         rows: Any
-        rows, *outputs = (dispatch.gathered if gathers else dispatch.scattered)(first, placed)
+        rows, *outputs = (dispatch.gathered if gathers else dispatch.scattered)(first, choices)
         own = dict(zip(dispatch.extra_output_names, outputs, strict=True))
         # What the dispatch gives to the others arrives as None.
         given = [
@@ -89,8 +89,8 @@ class MoEExperts(FusedOperation):
         if gathers:
             last.save_for_backward(rows.index)
         elif first.requires_grad and dispatch.recompute_rows and not kernels.gathers:
-            assert isinstance(placed.x, Tensor)
-            middle[0].save_for_backward(placed.x, *middle[0].to_save[1:])
+            assert isinstance(choices.x, Tensor)
+            middle[0].save_for_backward(choices.x, *middle[0].to_save[1:])
         return y, [outputs, (), (), (), ()]
 
     @property

@@ -49,14 +49,16 @@ from fusible.ops.top_k_router import TopKRouter
 from fusible.recipes.product import values
 
 
-class Placed(NamedTuple):
-    """Tokens ``[R, H]`` for the experts here, with their choices ``[R, k]``, and their rows."""
+class Choices(NamedTuple):
+    """Tokens ``[R, H]`` for the experts here, with their choices ``[R, k]``."""
 
     x: Tensor | PeerRows
     probs: Tensor
-    row_map: Tensor
-    split_sizes: Tensor
+    ids: Tensor
+    """Of the experts here, the first of which is 0."""
     rows: int
+    capacity: int | None
+    """The most rows an expert takes."""
     of_group: tuple[Tensor, ...]
     """The extra outputs of a dispatch over a group."""
 
@@ -257,38 +259,53 @@ class Dispatch(BasicOperation):
     def forward_impl(
         self, ctx: OperationContext, input_: Tensor, probs: Tensor | None, expert_ids: Tensor | None
     ) -> tuple[Tensor, ...]:
-        """The row map, then the rows."""
-        return self.scattered(ctx, self.place(ctx, input_, probs, expert_ids))
+        """The row map and the rows."""
+        return self.scattered(ctx, self.choices(ctx, input_, probs, expert_ids))
 
-    def scattered(self, ctx: OperationContext, placed: Placed) -> tuple[Tensor, ...]:
-        """The outputs, of tokens that were placed."""
-        x, probs, row_map = placed.x, placed.probs, placed.row_map
-        given = row_map, probs, placed.rows, self.scale_input
-        y, scales = scatter_received(x, *given, zero_tail=ctx.zero_tail)
-        saved = (row_map, x, probs) if self.scale_input else (row_map,)
-        ctx.save_for_backward(*saved, *placed.of_group[:1])
-        return y, *self._extra_outputs(ctx, placed, scales)
+    def scattered(self, ctx: OperationContext, choices: Choices) -> tuple[Tensor, ...]:
+        """The outputs."""
+        x, probs, ids, rows, capacity, of_group = choices
+        groups, options = (ids, self.local_experts, capacity), (rows, self.scale_input)
+        if isinstance(x, Tensor):
+            made = moe.permute_rows(x, probs, *groups, *options, zero_tail=ctx.zero_tail)
+            y, scales, *places = made
+        else:
+            places = [*moe.permutation(*groups)]
+            given = places[0], probs, *options
+            y, scales = scatter_received(x, *given, zero_tail=ctx.zero_tail)
+        saved = (places[0], x, probs) if self.scale_input else places[:1]
+        ctx.save_for_backward(*saved, *of_group[:1])
+        return y, *self._extra_outputs(ctx, choices, scales, *places)
 
-    def gathered(self, ctx: OperationContext, placed: Placed) -> tuple[Any, ...]:
+    def gathered(self, ctx: OperationContext, choices: Choices) -> tuple[Any, ...]:
         """As :meth:`scattered` without ``scale_input``, but the rows are not written."""
-        ctx.save_for_backward(placed.row_map, *placed.of_group[:1])
-        index, scales = moe.row_sources(placed.row_map, placed.probs, placed.rows)
-        rows = GatheredRows(copy_received(placed.x), index, self.recompute_rows)
-        return rows, *self._extra_outputs(ctx, placed, scales)
+        x, probs, ids, rows, capacity, of_group = choices
+        places = moe.permutation(ids, self.local_experts, capacity)
+        ctx.save_for_backward(places[0], *of_group[:1])
+        index, scales = moe.row_sources(places[0], probs, rows)
+        gathered = GatheredRows(copy_received(x), index, self.recompute_rows)
+        return gathered, *self._extra_outputs(ctx, choices, scales, *places)
 
     def _extra_outputs(
-        self, ctx: OperationContext, placed: Placed, scales: Tensor
+        self,
+        ctx: OperationContext,
+        choices: Choices,
+        scales: Tensor,
+        row_map: Tensor,
+        split_sizes: Tensor,
+        ends: Tensor,
     ) -> tuple[Tensor, ...]:
-        row_map = placed.row_map
+        # As the grouped ops that follow would compute them.
+        ctx.memo[split_sizes] = choices.rows, ends
         if self.process_group is None:
             row_map = row_map.view(*ctx.shape[:-1], row_map.shape[1])
         middle = () if self.scale_input else (scales,)
-        return placed.split_sizes, *middle, row_map, *placed.of_group
+        return split_sizes, *middle, row_map, *choices.of_group
 
-    def place(
+    def choices(
         self, ctx: OperationContext, input_: Tensor, probs: Tensor | None, expert_ids: Tensor | None
-    ) -> Placed:
-        """The tokens of this process, or those that it receives, and the rows of their choices."""
+    ) -> Choices:
+        """The tokens of this process, or those that it receives, and their choices."""
         x, probs, ids = self._operands(ctx, values(input_), probs, expert_ids)
         ctx.dtype = probs.dtype
         ctx.shape = input_.shape
@@ -304,11 +321,9 @@ class Dispatch(BasicOperation):
             if self.scale_input or self.recompute_rows:  # they are read again
                 tokens = copy_received(tokens)
         capacity = self.capacity(choices)
-        row_map, split_sizes, ends = moe.permutation(ids, local, capacity)
         if capacity is not None:
             rows = min(rows, local * capacity)
-        ctx.memo[split_sizes] = rows, ends  # as the grouped ops that follow would compute them
-        return Placed(tokens, probs, row_map, split_sizes, rows, of_group)
+        return Choices(tokens, probs, ids, rows, capacity, of_group)
 
     def _receive(
         self, ctx: OperationContext, x: Tensor, probs: Tensor, ids: Tensor

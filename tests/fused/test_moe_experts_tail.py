@@ -11,6 +11,7 @@ from sm90_launches import sm90_on_cpu
 import fusible as fz
 from fusible.fuser.context import OperationContext
 from fusible.kernels import moe
+from fusible.kernels.moe import definitions
 from fusible.testing import assume_target
 
 TOKENS, TOP_K, EXPERTS, HIDDEN, INNER = 60, 3, 6, 144, 320
@@ -55,7 +56,11 @@ def unwritten(monkeypatch):
             counts.append(int(tail.sum()))
         return out, moved
 
+    def permuted(*given, zero_tail=True):
+        return definitions.permute_rows(*given, zero_tail=zero_tail, copy=poisoned)
+
     monkeypatch.setattr(moe, "scatter_rows", poisoned)
+    monkeypatch.setattr(moe, "permute_rows", permuted)
     return counts
 
 

@@ -160,7 +160,7 @@ class Recorded(TorchDispatchMode):
             self.made.append(uses if args[2] is None else f"{uses}, gathered")
         if name == "quantize_glu_backward":
             self.made.append(uses_of(*args[-3:-1]))
-        if name in ("scatter_rows", "row_sources", "quantize", "dequantize"):
+        if name in ("permute_rows", "scatter_rows", "row_sources", "quantize", "dequantize"):
             self.made.append(name)
         return func(*args, **(kwargs or {}))
 

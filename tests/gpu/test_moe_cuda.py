@@ -136,6 +136,54 @@ def test_rows(dtype, weights, k):
 
 
 @on_poison
+@pytest.mark.parametrize("groups", [1, 31, 128, 512, 1024])
+@pytest.mark.parametrize("kind", IDS)
+def test_rows_of_few_tokens(kind, groups):
+    """The bits of the definition, and of the two launches that more tokens have."""
+    for tokens, k, hidden in ((1, 8, 2048), (2, 1, 40), (5, 32, 8), (33, 10, 7168), (64, 8, 520)):
+        ids = IDS[kind](tokens, k, groups)
+        for i, capacity in enumerate((None, 1, max(1, tokens * k // groups), 10**6)):
+            dtype = DTYPES[i % 3]
+            x, probs = torch.randn(tokens, hidden).to(dtype), torch.rand(tokens, k)
+            if tokens == 33:
+                probs, ids = probs.bfloat16(), ids.int()
+            rows = ids.numel() if capacity is None else min(ids.numel(), groups * capacity)
+            for scale in (False, True):
+                args = (x, probs, ids, groups, capacity, rows, scale)
+                want = definitions.permute_rows(*args)
+                on_gpu = cuda(*args)
+                assert kernels.permutes_rows(*on_gpu[:4], rows)
+                same(moe.permute_rows(*on_gpu), want)
+                x_there, probs_there, ids_there = on_gpu[:3]
+                sort = moe.permutation(ids_there, groups, capacity)
+                same((*moe.scatter_rows(x_there, sort[0], probs_there, rows, scale), *sort), want)
+                with torch.no_grad():  # as a direct call
+                    out, *others = moe.permute_rows(*on_gpu, zero_tail=False)
+                live = int(want[-1][-1])
+                same((out[:live], *others), (want[0][:live], *want[1:]))
+                assert out[live:].isnan().all()
+
+
+@pytest.mark.parametrize("case", ["tokens", "rows", "ids", "groups"])
+def test_what_one_launch_does_not_take_is_served(case):
+    tokens, groups, rows = 65 if case == "tokens" else 9, 1025 if case == "groups" else 7, 18
+    rows = 0 if case == "rows" else 2 * tokens
+    ids = torch.randint(-1, groups + 1, (tokens, 2))
+    ids = ids.short() if case == "ids" else ids
+    args = torch.randn(tokens, 16), torch.rand(tokens, 2), ids, groups, None, rows, True
+    assert kernels.permute_rows(*cuda(*args)) is NotImplemented
+    same(moe.permute_rows(*cuda(*args)), definitions.permute_rows(*args))
+
+
+def test_ids_of_few_tokens_beyond_32_bits():
+    ids = torch.randint(0, 6, (50, 4))
+    ids[::2] += 2**32
+    ids[::3] -= 2**33
+    args = torch.randn(50, 16), torch.rand(50, 4), ids, 6, None, 200, False
+    same(moe.permute_rows(*cuda(*args)), definitions.permute_rows(*args))
+
+
+@on_poison
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("weights", ["none", "choice", "row"])
 @pytest.mark.parametrize("processes", [2, 3, 4])
@@ -272,6 +320,9 @@ def test_one_or_two_launches(weighted):
     step()
     kernels = step()
     assert [len(names) for names in kernels] == [2, 1, 1, 1 + weighted], kernels
+    few = x.detach()[:64], probs.detach()[:64], ids[:64]
+    dispatch(*few)
+    assert len(launched(lambda: dispatch(*few))[0]) == 1
 
 
 @pytest.mark.parametrize("function", ["softmax", "sigmoid"])
@@ -304,6 +355,7 @@ def test_opcheck():
     torch.library.opcheck(torch.ops.fusible.permutation.default, (ids, 4, 3))
     torch.library.opcheck(torch.ops.fusible.row_sources.default, (row_map, w, 12))
     torch.library.opcheck(torch.ops.fusible.scatter_rows.default, (x, row_map, w, 12, True))
+    torch.library.opcheck(torch.ops.fusible.permute_rows.default, (x, w, ids, 4, 3, 12, True))
     torch.library.opcheck(torch.ops.fusible.gather_sum.default, (y, row_map, w, v))
     torch.library.opcheck(torch.ops.fusible.row_dots.default, (y, x, row_map, False))
     logits, bias = torch.randn(6, 8, device="cuda"), torch.zeros(8, device="cuda")

@@ -5,7 +5,7 @@ from checks import assert_no_spills
 
 pytest.importorskip("cutlass")
 
-from fusible.kernels.moe.spec import MAX_GROUPS, RouteSpec, RowsSpec, SortSpec
+from fusible.kernels.moe.spec import MAX_GROUPS, PermuteSpec, RouteSpec, RowsSpec, SortSpec
 from fusible.kernels.runtime.launch import compile_kernel
 
 ARCHITECTURES = ("sm_90a", "sm_100a")
@@ -39,6 +39,12 @@ KERNELS = [
     ("moe.placement.permutation", SortSpec(128, wide=True, ctas=8)),
     ("moe.placement.permutation", SortSpec(MAX_GROUPS, wide=False, ctas=8)),
     ("moe.placement.permutation", SortSpec(60, wide=True, ctas=1)),
+    ("moe.permuted_rows.permute_rows", PermuteSpec(RowsSpec("bf16", 256, 8, "choice"), 128, True)),
+    (
+        "moe.permuted_rows.permute_rows",
+        PermuteSpec(RowsSpec("f16", 896, 32, "choice", "bf16", scale=True), MAX_GROUPS, False),
+    ),
+    ("moe.permuted_rows.permute_rows", PermuteSpec(RowsSpec("f32", 5, 1, "choice"), 60, True)),
 ]
 
 

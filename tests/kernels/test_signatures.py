@@ -118,8 +118,9 @@ def test_rows_that_are_moved(called):
         moe_cuda.route_backward(probs, logits, ids, "softmax", True, 1.0),
         moe_cuda.row_sources(row_map, probs, 128),
         moe_cuda.scatter_rows(x, row_map, probs, 128, True),
+        moe_cuda.permute_rows(x, probs, ids, 8, None, 128, False),
         moe_cuda.gather_sum(torch.zeros(128, COLUMNS).bfloat16(), row_map, probs, torch.ones(128)),
         moe_cuda.row_dots(torch.zeros(128, COLUMNS).bfloat16(), x, row_map, False),
     ]
     assert not any(result is NotImplemented for result in results)
-    assert len(called) == 7
+    assert len(called) == 8

@@ -89,7 +89,7 @@ def test_moving_rows(weighted, factor, foreign):
     capacity = None if factor is None else math.ceil(factor * ids.numel() / EXPERTS)
     rows = ids.numel() if factor is None else min(ids.numel(), EXPERTS * capacity)
     probs = torch.rand(ids.shape, dtype=torch.float64)
-    row_map, *_ = moe.permutation(ids, EXPERTS, capacity)
+    row_map, *counts = moe.permutation(ids, EXPERTS, capacity)
     taken, _ = expected_rows(ids, EXPERTS, capacity)
     order = [choice for of_expert in taken for choice in of_expert]
     want, scales = torch.zeros(rows, HIDDEN).double(), torch.zeros(rows).double()
@@ -99,6 +99,10 @@ def test_moving_rows(weighted, factor, foreign):
     got, moved = moe.scatter_rows(x, row_map, probs, rows, weighted)
     assert torch.equal(got, want)
     assert torch.equal(moved, scales)
+    given = x, probs, ids, EXPERTS, capacity, rows, weighted
+    outputs = want, scales, row_map, *counts
+    for mine, theirs in zip(moe.permute_rows(*given), outputs, strict=True):
+        assert torch.equal(mine, theirs)
     sources, moved = moe.row_sources(row_map, probs, rows)
     assert sources[: len(order)].tolist() == [t for t, _ in order]
     assert ((sources >= 0) & (sources < len(x))).all()
@@ -151,6 +155,7 @@ def test_sums_are_in_fp32_in_the_order_of_choices():
 LIBRARY_CALLS = {
     "permutation": lambda m: (torch.tensor([[0, 1], [7, 1]]), 3, 2),
     "scatter_rows": lambda m: (torch.randn(2, 4), m, torch.rand(2, 2), 4, True),
+    "permute_rows": lambda m: (torch.randn(2, 4), torch.rand(2, 2), m, 3, 2, 4, True),
     "gather_sum": lambda m: (torch.randn(4, 4), m, torch.rand(4), torch.rand(4)),
     "row_dots": lambda m: (torch.randn(4, 4), torch.randn(2, 4), m, True),
 }

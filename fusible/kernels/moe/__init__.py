@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,6 +19,14 @@ from fusible.library import define
 permutation = define(definitions.permutation, cuda.permutation_outputs, [cuda.permutation])
 row_sources = define(definitions.row_sources, cuda.sources_outputs, [cuda.row_sources])
 scatter_rows = define(definitions.scatter_rows, cuda.scatter_outputs, [cuda.scatter_rows])
+permute_rows = define(
+    definitions.permute_rows,
+    cuda.permute_outputs,
+    [
+        cuda.permute_rows,
+        partial(definitions.permute_rows, sort=permutation, copy=scatter_rows),
+    ],
+)
 gather_sum = define(definitions.gather_sum, cuda.gather_outputs, [cuda.gather_sum])
 row_dots = define(definitions.row_dots, cuda.dots_output, [cuda.row_dots])
 route = define(definitions.route, cuda.route_outputs, [cuda.route])

@@ -15,7 +15,16 @@ from torch import Tensor
 
 from fusible.formulas import math_dtype
 from fusible.kernels.moe.peers import PeerRows
-from fusible.kernels.moe.spec import BYTES, DTYPES, MAX_GROUPS, RouteSpec, RowsSpec, SortSpec
+from fusible.kernels.moe.spec import (
+    BYTES,
+    DTYPES,
+    FEW_TOKENS,
+    MAX_GROUPS,
+    PermuteSpec,
+    RouteSpec,
+    RowsSpec,
+    SortSpec,
+)
 from fusible.kernels.runtime.gpu import capability, runs_kernels
 from fusible.kernels.runtime.launch import aligned, launch
 
@@ -128,6 +137,57 @@ def scatter_rows(
     given = address, row_map.contiguous(), _contiguous(weights), *made
     sizes = row_map.shape[0], rows, int(zero_tail)
     launch("moe.rows.scatter", (spec,), part.device, *given, *sizes, *place)
+    return made
+
+
+def permute_outputs(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    num_groups: int,
+    capacity: int | None,
+    rows: int,
+    scale: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The outputs of `permute_rows`, not written."""
+    sort = permutation_outputs(ids, num_groups, capacity)
+    return x.new_empty(rows, x.shape[1]), weights.new_empty(rows), *sort
+
+
+def permutes_rows(x: Tensor, weights: Tensor, ids: Tensor, num_groups: int, rows: int) -> bool:
+    """Whether one kernel sorts the choices and copies the rows: where tokens are few."""
+    return (
+        ids.shape[0] <= FEW_TOKENS
+        and rows > 0
+        and 0 < num_groups <= MAX_GROUPS
+        and ids.dtype in (torch.int64, torch.int32)
+        and supports_row_copies(x, ids, weights)
+    )
+
+
+def permute_rows(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    num_groups: int,
+    capacity: int | None,
+    rows: int,
+    scale: bool,
+    *,
+    zero_tail: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | NotImplementedType:
+    """`definitions.permute_rows`, for few tokens."""
+    if not permutes_rows(x, weights, ids, num_groups, rows):
+        return NotImplemented
+    made = permute_outputs(x, weights, ids, num_groups, capacity, rows, scale)
+    choices = ids.numel()
+    most = choices if capacity is None else min(capacity, choices)
+    spec = PermuteSpec(
+        rows_spec(x, ids, weights, scale=scale), num_groups, ids.dtype == torch.int64
+    )
+    given = aligned(x), weights.contiguous(), ids.contiguous(), *made
+    counts = ids.shape[0], rows, most, int(zero_tail)
+    launch("moe.permuted_rows.permute_rows", (spec,), x.device, *given, *counts)
     return made
 
 

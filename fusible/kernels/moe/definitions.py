@@ -13,7 +13,7 @@ of the choices, and every element is written by one thread.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -88,6 +88,28 @@ def scatter_rows(
         wide = math_dtype(x.dtype)
         out = cast(out.to(wide) * by_row.to(wide)[:, None], x.dtype)
     return torch.where(live[:, None], out, 0), moved
+
+
+def permute_rows(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    num_groups: int,
+    capacity: int | None,
+    rows: int,
+    scale: bool,
+    *,
+    zero_tail: bool = True,
+    sort: Callable[..., tuple[Tensor, Tensor, Tensor]] = permutation,
+    copy: Callable[..., tuple[Tensor, Tensor]] = scatter_rows,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`permutation` of ids ``[T, k]``, and `scatter_rows` by it, of weights ``[T, k]``.
+
+    The results of `scatter_rows`, then those of `permutation`.
+    """
+    row_map, sizes, ends = sort(ids, num_groups, capacity)
+    out, moved = copy(x, row_map, weights, rows, scale, zero_tail=zero_tail)
+    return out, moved, row_map, sizes, ends
 
 
 def gather_sum(

@@ -10,6 +10,9 @@ DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 """PTX names of the dtypes that the kernels support."""
 
 BYTES = 16  # moved at once by a thread
+ROWS_THREADS = 256  # of a CTA that moves rows
+FEW_TOKENS = 64
+"""Tokens up to which the sort and the copy are one launch: every CTA counts all choices."""
 
 
 class RowsSpec(NamedTuple):
@@ -80,3 +83,17 @@ class SortSpec(NamedTuple):
     def most_choices(self) -> int:
         """Choices that can be counted."""
         return (self.ctas * self.warps) << (31 - GROUP_BITS)
+
+
+class PermuteSpec(NamedTuple):
+    """A sort by group and the copy of the rows, as ``definitions.permute_rows``, of few tokens."""
+
+    rows: RowsSpec
+    groups: int
+    wide: bool
+    """Ids are int64, or else int32."""
+
+    @property
+    def padded_choices(self) -> int:
+        """Numbers in shared memory for the choices of `FEW_TOKENS`: as many for each thread."""
+        return -(-FEW_TOKENS * self.rows.top_k // ROWS_THREADS) * ROWS_THREADS

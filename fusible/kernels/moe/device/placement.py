@@ -36,10 +36,10 @@ def _permutation(
         cute.arch.cluster_arrive_relaxed()  # see that all CTAs are there before one is written to
     # Choices of no group are counted in the last column but one, what is no choice in the last.
     shared = SmemAllocator()
-    counters = _integers(shared, spec.warps, spec.groups + 2)
-    counts = _integers(shared, spec.ctas, spec.groups + 1)
+    counters = integers(shared, spec.warps, spec.groups + 2)
+    counts = integers(shared, spec.ctas, spec.groups + 1)
     # Of each group: rows, first row, first row of the tail.
-    table = _integers(shared, 3, spec.groups + 1)
+    table = integers(shared, 3, spec.groups + 1)
     for i in cutlass.range(thread, spec.warps * (spec.groups + 2), spec.threads, unroll=1):
         (counters.iterator + i).store(Int32(0))
     cute.arch.sync_threads()
@@ -79,7 +79,7 @@ def _permutation(
             before += count
     cute.arch.sync_threads()
     if warp == 0:
-        _scan(table, capacity, spec.groups)
+        place_groups(table, capacity, spec.groups)
     cute.arch.sync_threads()
     if block == 0:
         for group in cutlass.range(thread, spec.groups, spec.threads, unroll=1):
@@ -106,7 +106,7 @@ def _count(
     for start in cutlass.range(first, last, 32 * TOGETHER, unroll=1):
         found = []
         for choice, wanted in _loaded(ids, start, last):
-            group = _group_of(wanted, choice < last, groups)
+            group = group_of(wanted, choice < last, groups)
             found.append((choice, group, _peers(group, (groups + 1).bit_length())))
         for choice, group, peers in found:
             earlier = Int32(cute.arch.popc(peers & cute.arch.lanemask_lt()))
@@ -129,12 +129,19 @@ def _place(
             note = cutlass.select_(choice < last, noted, Int32(0))
             group = note & ((1 << GROUP_BITS) - 1)
             within = (note >> GROUP_BITS) + counters[group]
-            size, begin, spare = table[0, group], table[1, group], table[2, group]
-            row = begin + within
-            if within >= size:
-                row = ~(spare + within - size)
+            row = row_of(table, group, within)
             if choice < last:
                 row_map[choice] = row
+
+
+@cute.jit
+def row_of(table: cute.Tensor, group: Int32, within: Int32) -> Int32:
+    """The row map's entry of a group's choice number ``within``, from `place_groups`."""
+    size, begin, spare = table[0, group], table[1, group], table[2, group]
+    row = begin + within
+    if within >= size:
+        row = ~(spare + within - size)
+    return row
 
 
 def _loaded(tensor, start, last):
@@ -145,7 +152,7 @@ def _loaded(tensor, start, last):
 
 
 @cute.jit
-def _group_of(wanted, exists, groups: cutlass.Constexpr):
+def group_of(wanted, exists, groups: cutlass.Constexpr):
     """The group of an id, ``groups`` for an id that is none, ``groups + 1`` for no choice."""
     group = Int32(groups)
     if (wanted >= 0) & (wanted < groups):
@@ -165,7 +172,7 @@ def _peers(group, count):
 
 
 @cute.jit
-def _scan(table: cute.Tensor, capacity: Int32, groups: cutlass.Constexpr):
+def place_groups(table: cute.Tensor, capacity: Int32, groups: cutlass.Constexpr):
     """One warp: sizes, first rows and first spare rows from the total counts in ``table[0]``.
 
     A lane has ``per_lane`` neighbouring groups; what is of no group comes last and has size zero.
@@ -173,28 +180,26 @@ def _scan(table: cute.Tensor, capacity: Int32, groups: cutlass.Constexpr):
     lane = cute.arch.lane_idx()
     per_lane = (groups + 1 + 31) // 32
     begin = lane * per_lane
-    end = cutlass.min(begin + per_lane, groups + 1)
     kept, left = Int32(0), Int32(0)
-    for group in cutlass.range(begin, end, unroll=1):
-        total = table[0, group]
-        size = cutlass.min(total, capacity)
-        if group == groups:
-            size = Int32(0)
+    found = []
+    for i in cutlass.range_constexpr(per_lane):
+        group = begin + i
+        total = table[0, cutlass.min(group, groups)]
+        total = cutlass.select_(group <= groups, total, Int32(0))
+        size = cutlass.select_(group < groups, cutlass.min(total, capacity), Int32(0))
         kept += size
         left += total - size
+        found.append((group, size, total - size))
     rows, spare = _through(kept, lane), _through(left, lane)
     live = cute.arch.shuffle_sync(rows, 31)
     rows, spare = rows - kept, live + spare - left
-    for group in cutlass.range(begin, end, unroll=1):
-        total = table[0, group]
-        size = cutlass.min(total, capacity)
-        if group == groups:
-            size = Int32(0)
-        table[0, group] = size
-        table[1, group] = rows
-        table[2, group] = spare
+    for group, size, excess in found:
+        if group <= groups:
+            table[0, group] = size
+            table[1, group] = rows
+            table[2, group] = spare
         rows += size
-        spare += total - size
+        spare += excess
 
 
 @cute.jit
@@ -207,7 +212,7 @@ def _through(value: Int32, lane: Int32):
     return value
 
 
-def _integers(shared, rows, columns):
+def integers(shared, rows, columns):
     """A matrix in shared memory."""
     return shared.allocate_tensor(Int32, cute.make_layout((rows, columns), stride=(columns, 1)))
 

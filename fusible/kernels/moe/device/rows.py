@@ -11,8 +11,8 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
 from fusible.kernels.device import bits
 from fusible.kernels.device.dependent_launch import has_pdl, wait
+from fusible.kernels.moe.spec import ROWS_THREADS as THREADS
 
-THREADS = 256
 UNROLL = 4  # tokens a thread has in flight
 TOGETHER = 8  # choices a thread has in flight
 
@@ -101,6 +101,25 @@ def _weight(weights, token, j, row, computed, spec):
     return bits.load_number(weights, index, computed, spec.weight_dtype)
 
 
+def store_rows(words, found, at, weights, out, rows, zero_tail, spec):
+    """Store 16 bytes of a token to the rows of its choices, whose entries of the row map are given.
+
+    ``at``: the token, the 16-byte column, whether it exists.
+    """
+    token, column, exists = at
+    numbers = bits.unpack(words, spec.dtype) if spec.scale else None
+    for j, entry in enumerate(found):
+        computed = entry >= 0
+        row = cutlass.max(entry, ~entry)
+        inside = Boolean(exists) & (row < rows) & (computed | (zero_tail != 0))
+        kept = words
+        if spec.scale:
+            weight = _weight(weights, token, j, row, inside & computed, spec)
+            kept = bits.pack([bits.mul(n, weight) for n in numbers], spec.dtype)
+        kept = [bits.select(computed, word, 0) for word in kept]
+        bits.store(out + (Int64(row) * spec.vectors + column) * 16, kept, Int32(inside))
+
+
 @cute.kernel
 def _scatter(
     x: Int64,
@@ -127,17 +146,7 @@ def _scatter(
     for (number, column, exists), words in zip(places, loaded, strict=True):
         token = first + number
         found = [_row(row_map, token * spec.top_k + j, exists) for j in range(spec.top_k)]
-        numbers = bits.unpack(words, spec.dtype) if spec.scale else None
-        for j, entry in enumerate(found):
-            computed = entry >= 0
-            row = cutlass.max(entry, ~entry)
-            inside = Boolean(exists) & (row < rows) & (computed | (zero_tail != 0))
-            kept = words
-            if cutlass.const_expr(spec.scale):
-                weight = _weight(weights, token, j, row, inside & computed, spec)
-                kept = bits.pack([bits.mul(n, weight) for n in numbers], spec.dtype)
-            kept = [bits.select(computed, word, 0) for word in kept]
-            bits.store(out + (Int64(row) * spec.vectors + column) * 16, kept, Int32(inside))
+        store_rows(words, found, (token, column, exists), weights, out, rows, zero_tail, spec)
 
 
 @cute.kernel
