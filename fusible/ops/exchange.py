@@ -250,7 +250,9 @@ def scatter_received(
     given = row_map, weights, rows, scale
     if isinstance(x, Tensor):
         return moe.scatter_rows(x, *given, zero_tail=zero_tail)
-    made = moe_kernels.scatter_rows(x, *given, zero_tail=zero_tail)
+    made: Any = NotImplemented
+    if x.table:
+        made = moe_kernels.scatter_rows(x, *given, zero_tail=zero_tail)
     if made is NotImplemented:
         made = moe.scatter_rows(x.copied(), *given, zero_tail=zero_tail)
     x.end()
@@ -310,9 +312,10 @@ class Return:
         """Return each copy's sum of its rows; and give ``values`` by choice: ``moe.gather_sum``."""
         if self._memory is not None:
             out = self._slots(rows.shape[1], rows.dtype)
-            made = moe_kernels.gather_sum(rows, row_map, weights, values, out)
-            if made is not NotImplemented:
-                return made[1]
+            if out.table:
+                made = moe_kernels.gather_sum(rows, row_map, weights, values, out)
+                if made is not NotImplemented:
+                    return made[1]
             sums, picked = moe.gather_sum(rows, row_map, weights, values)
             out.copy_(sums)
             return picked

@@ -46,4 +46,4 @@ def has_cutlass() -> bool:
 @cache
 def runs_kernels(device: torch.device, least_sm: int) -> bool:
     """Whether a CUDA device is SM ``least_sm`` or later, and kernels can be compiled for it."""
-    return device.type == "cuda" and capability(device) >= divmod(least_sm, 10) and has_cutlass()
+    return capability(device) >= divmod(least_sm, 10) and has_cutlass()
