@@ -1,11 +1,10 @@
-"""Grouped products of few rows: every tile, and what many rows have.
+"""Grouped products of few rows with stored weights: every tile, and dequantizing the weights first.
 
     python benchmarks/few_rows.py [--model NAME ...] [--out FILE]
 
 Both products of a grouped MLP without gradients, in CUDA graphs that run interleaved, each from a
-flushed L2 cache. Printed is the time relative to that of many rows in BF16 of the tile that
-`few_rows` chooses, that of the fastest one, and that of what happens beyond `max_rows`, which is to
-dequantize the weights, or beyond `divided_rows` of BF16 weights, which is the kernel of many rows.
+flushed L2 cache. Printed is the time relative to BF16's of the tile that `few_rows` chooses, that
+of the fastest one, and that of dequantizing, which is what happens beyond `max_rows`.
 """
 
 import argparse
@@ -27,8 +26,7 @@ from fusible.recipes.formats import NumberFormat, fp8_block, mxfp8, nvfp4
 from fusible.recipes.stored import StoredWeights
 from fusible.recipes.tensor import QuantizedTensor
 
-FORMATS: dict[str, NumberFormat | None] = {
-    "BF16": None,
+FORMATS = {
     "MXFP8": mxfp8(),
     "FP8 block": fp8_block(block=(128, 128)),
     "NVFP4 1x16": nvfp4(),
@@ -40,11 +38,10 @@ TILES = list(itertools.product((1, 2, 4), (1, 2, 4)))
 
 @torch.no_grad()
 def times(
-    x: Tensor, weight: Tensor, fmt: NumberFormat | None, ends: Tensor, scales: Tensor | None
+    x: Tensor, weight: Tensor, fmt: NumberFormat, ends: Tensor, scales: Tensor | None
 ) -> dict[str, float]:
     """Microseconds of a product in each way; with ``scales`` that of an activation."""
-    if fmt is not None:
-        w = StoredWeights.of([QuantizedTensor.quantize(weight, fmt).matrix()])
+    w = StoredWeights.of([QuantizedTensor.quantize(weight, fmt).matrix()])
 
     def base() -> Any:
         if scales is not None:
@@ -52,19 +49,15 @@ def times(
         return grouped.grouped_mm(x, [weight], ends)
 
     def call() -> Any:
-        if fmt is None and scales is not None:
-            return grouped.inference_glu(x, [weight], ends, scales, Glu())
-        if fmt is None:
-            return grouped.inference_mm(x, [weight], ends)
         if scales is not None:
             return grouped.stored_glu(x, w, fmt, ends, scales, Glu())
         return grouped.stored_mm(x, w, fmt, ends)
 
-    rows, limit = x.shape[0], "divided_rows" if fmt is None else "max_rows"
+    rows = x.shape[0]
     graphs = {"BF16": graph_of(base)}
-    with mock.patch.object(few_rows, limit, return_value=0):
-        graphs["beyond"] = graph_of(call)
-    with mock.patch.object(few_rows, limit, return_value=rows):
+    with mock.patch.object(few_rows, "max_rows", return_value=0):
+        graphs["dequantized"] = graph_of(call)
+    with mock.patch.object(few_rows, "max_rows", return_value=rows):
         graphs["chosen"] = graph_of(call)
         for tile in TILES:
             if tile[1] > 1 and (rows <= 8 or (tile[1] == 4 and FewRowsSpec(fmt).scales_sums)):
@@ -114,7 +107,7 @@ def main() -> None:
                 us = row["us"]
                 best = min(t for n, t in us.items() if n.startswith("("))
                 regrets.append(us["chosen"] / best)
-                ratios = [us[n] / us["BF16"] for n in ("chosen", "beyond")]
+                ratios = [us[n] / us["BF16"] for n in ("chosen", "dequantized")]
                 label = f"{row['product']} {row['format']}"
                 line += f" | {label} {ratios[0]:.2f} {best / us['BF16']:.2f} {ratios[1]:.2f}"
             print(line, flush=True)

@@ -23,7 +23,6 @@ from fusible.fuser.explain import Explanation, explain
 from fusible.fuser.plan import NotFused, Plan
 from fusible.fuser.registry import register_rule, registry, unregister_rule
 from fusible.fuser.target import Target
-from fusible.kernels.few_rows.invariance import batch_invariant
 from fusible.kernels.grouped import checking
 from fusible.names import did_you_mean
 from fusible.ops import *  # noqa: F403 - the ops' own list of names
@@ -110,7 +109,6 @@ __all__ = [
     "Quantizer",
     "Target",
     "autocast",
-    "batch_invariant",
     "checking",
     "checkpoint",
     "deinterleave_glu_tensor",

@@ -33,7 +33,7 @@ from fusible.fuser.plan import Plan, Refusal, of_parts
 from fusible.fuser.plan_key import PlanKey
 from fusible.fuser.run import Run, observed
 from fusible.fuser.schedule import Schedule, unfused
-from fusible.fuser.target import Target, assume, target_of
+from fusible.fuser.target import Target, target_of
 from fusible.fuser.te_ops import call_fuser_forward
 
 
@@ -219,9 +219,7 @@ class _Planning:
         (context,) = contexts
         try:
             made = call_fuser_forward(op, contexts, x, extra_inputs)
-            with nullcontext() if self._target is None else assume(self._target):
-                noted = op.call_notes(context)
-            self.decided[op] = noted + self._hiding[op]
+            self.decided[op] = op.call_notes(context) + self._hiding[op]
             return made
         except (TypeError, ValueError) as error:
             self._note(op, error)

@@ -22,11 +22,9 @@ from fusible.fuser.plan import GradNeeds
 from fusible.fuser.plan_key import PlanKey
 from fusible.fuser.tracing import keeps_graph
 from fusible.kernels import grouped
-from fusible.kernels.few_rows import spec as few_rows
-from fusible.kernels.few_rows.invariance import is_batch_invariant
 from fusible.kernels.sm90 import limits, tiles
-from fusible.kernels.sm90.grouped_products import cached_products
-from fusible.kernels.sm90.operands import DTYPE_NAMES, TENSOR_TYPES, supports
+from fusible.kernels.sm90.grouped_products import TENSOR_TYPES, cached_products
+from fusible.kernels.sm90.operands import DTYPE_NAMES, supports
 from fusible.ops.grouped_kernels import glu_of
 from fusible.ops.op import Grads
 from fusible.ops.scaled_activation import in_pieces
@@ -74,8 +72,6 @@ class _Linear:
         strides = rows * depth, depth, 1
         self._layout = device, dtype, shape, strides, False
         self._products: dict[int, Any] = {}
-        # Up to so many rows, other kernels multiply.
-        self.divided_rows = 0 if needs.requires_grad else few_rows.divided_rows(*shape)
         self.weights = slice(first_param, first_param + op.num_weights)
         self.saved_weights = slice(first_weight, first_weight + op.num_weights)
         self.biases = slice(self.weights.stop, first_param + len(op.own_parameter_names()))
@@ -153,7 +149,6 @@ class _FastPath:
             self._linears.append(_Linear(op, of_op, call, first_param, first_weight))
             first_param += len(op.own_parameter_names())
             first_weight += op.num_weights
-        self._divided_rows = max([linear.divided_rows for linear in self._linears])
         names = _extra_inputs(ops)
         self._first_param = 1 + len(names)
         self._scales = [i for i, name in enumerate(names, 1) if name == "scales"]
@@ -198,14 +193,10 @@ class _FastPath:
                 return False
         return True
 
-    def _divides(self, rows: int) -> bool:
-        """Whether a product of so many rows may be one that divides its reduction."""
-        return rows <= self._divided_rows and not is_batch_invariant()
-
     def prepared(self, *operands: Tensor) -> Any:
         """The products, weights and biases that run these operands, or None."""
         x, params = operands[0], operands[self._first_param :]
-        if x.dim() != 2 or x.shape[0] == 0 or self._divides(x.shape[0]):
+        if x.dim() != 2 or x.shape[0] == 0:
             return None
         rows, groups = x.shape[0], self._groups
         dense: list[DenseOperand] = [((x,), (rows, self._features), 0)]

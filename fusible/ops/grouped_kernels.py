@@ -305,12 +305,6 @@ class GroupedKernels:
             return Activated(preact, cast(out, call.ctx.dtype))
         x, w, x_scale, w_scale = _split_scales(x, weights)
         bias = call.linear.stacked_bias(call.ctx, value_dtype(x.dtype))
-        if _is_inference(call.ctx) and not save_preact:
-            zero_tail = call.ctx.zero_tail
-            out = grouped.inference_glu(
-                x, w, call.ends, scales, glu_of(act), bias, zero_tail=zero_tail
-            )
-            return Activated(x.new_empty(0, w[0].shape[-2]), cast(out, call.ctx.dtype))
         options = scales, glu_of(act), bias, save_preact, x_scale, w_scale
         preact, out = grouped.grouped_glu(x, w, call.ends, *options, zero_tail=call.ctx.zero_tail)
         return Activated(preact, cast(out, call.ctx.dtype))
@@ -397,19 +391,11 @@ def _matmul(
         else:
             transpose_w = data_grad and w_scale is None  # FP8 ones are transposed already
             bias = None if data_grad else call.linear.stacked_bias(ctx, value_dtype(x.dtype))
-            if _is_inference(ctx) and out is None:
-                y = grouped.inference_mm(x, w, ends, bias, row_scale, zero_tail=ctx.zero_tail)
-                return cast(y, ctx.dtype)
             given = bias, row_scale, transpose_w, out, x_scale, w_scale
             y = grouped.grouped_mm(x, w, ends, *given, zero_tail=ctx.zero_tail)
             return cast(y, ctx.dtype)
     y = cast(y, ctx.dtype)
     return y if out is None else out.copy_(y)
-
-
-def _is_inference(ctx: OperationContext) -> bool:
-    """Whether a product is of a forward without gradients and without a recipe."""
-    return not (ctx.requires_grad or ctx.quantizes)
 
 
 def _are_stored(weights: Any) -> TypeGuard[list[QuantizedMatrix]]:

@@ -12,10 +12,8 @@ from fusible.arguments import check_bools, described
 from fusible.fuser.context import OperationContext
 from fusible.fuser.plan import Plan
 from fusible.fuser.plan_key import PlanKey
-from fusible.fuser.target import target_of
 from fusible.kernels import grouped
 from fusible.kernels.few_rows import spec as few_rows
-from fusible.kernels.few_rows.invariance import is_batch_invariant
 from fusible.kernels.grouped import portable
 from fusible.kernels.sm90 import limits
 from fusible.kernels.sm90.operands import DTYPE_NAMES
@@ -271,12 +269,10 @@ class GroupedLinear(WeightedOperation):
         return ()
 
     def call_notes(self, ctx: OperationContext) -> tuple[str, ...]:
-        """How weights are read without a recipe: stored ones, and by few rows."""
+        """How stored weights are read without a recipe."""
         notes = super().call_notes(ctx)
-        if ctx.quantizes:
+        if ctx.quantizes or not any([is_quantized(w) for w in ctx.parameters]):
             return notes
-        if not any([is_quantized(w) for w in ctx.parameters]):
-            return (*notes, *self._few_rows_notes(ctx))
         stored = self.stored_weights(ctx, ctx.dtype)
         sizes = self.num_groups, self.out_features, self.in_features
         sm90, dtype = limits.ARCHITECTURE, DTYPE_NAMES[ctx.dtype]
@@ -287,20 +283,6 @@ class GroupedLinear(WeightedOperation):
             *notes,
             f"on SM {sm90 / 10}, forwards without gradients multiply up to {rows} rows a group on "
             "average by weights as they are stored; others dequantize them",
-        )
-
-    def _few_rows_notes(self, ctx: OperationContext) -> tuple[str, ...]:
-        """That few rows have other low bits than many, where they do."""
-        sizes = self.num_groups, self.out_features, self.in_features
-        target, dtype = target_of(ctx.parameters[0].device), DTYPE_NAMES[ctx.dtype]
-        if ctx.requires_grad or is_batch_invariant() or target.cutlass_dsl is None:
-            return ()
-        rows = few_rows.divided_rows(*sizes)
-        if rows == 0 or not few_rows.supports(target.sm or 0, dtype, None, *sizes):
-            return ()
-        return (
-            f"a forward of up to {rows} rows adds up each product in another order than one of "
-            "more rows: low bits differ, except under fusible.batch_invariant()",
         )
 
     def _load_from_state_dict(self, state_dict: State, prefix: str, *args: Any) -> None:

@@ -231,18 +231,6 @@ def few_rows() -> None:
                 w = random(4, 80, 96)
                 stored = StoredWeights.of([QuantizedTensor.quantize(w, fmt).matrix()])
                 grouped.stored_glu(x, stored, fmt, ends.int(), None, Glu("swiglu", 8))
-    for dtype in (torch.bfloat16, torch.float16):
-        for sizes in ((1, 0, 0, 2, 0, 0), (0, 1, 1, 1, 1, 0)):
-            for whole in (True, False):
-                w = random(6, 72, 96, dtype=dtype)
-                weights = [w] if whole else separate(w)
-                x, ends = random(sum(sizes) + 2, 96, dtype=dtype), torch.tensor(sizes).cumsum(0)
-                ends = ends.int().cuda()
-                bias, scales = random(6, 72, dtype=dtype), torch.rand(len(x), device="cuda")
-                grouped.inference_mm(x, weights, ends, bias, scales)
-                grouped.inference_glu(x, weights, ends, scales, Glu("srelu"), bias)
-                w = random(6, 80, 96, dtype=dtype)
-                grouped.inference_glu(x, [w], ends, None, Glu("swiglu", 8))
 
 
 if __name__ == "__main__":

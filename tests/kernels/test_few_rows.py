@@ -11,13 +11,7 @@ import fusible as fz
 from fusible import recipes
 from fusible.fused.grouped_mlp import GroupedMLP
 from fusible.kernels import few_rows, grouped
-from fusible.kernels.few_rows.spec import (
-    STAGES,
-    FewRowsSpec,
-    divided_rows,
-    supports,
-    supports_format,
-)
+from fusible.kernels.few_rows.spec import FewRowsSpec, supports, supports_format
 from fusible.kernels.glu import Glu
 from fusible.recipes.formats import (
     E4M3,
@@ -90,10 +84,6 @@ def test_every_nan_element_is_noticed(device_code):
 # --- what is supported ---------------------------------------------------------------------------
 
 
-def name_of(fmt):
-    return "16 bits" if fmt is None else fmt.name
-
-
 def test_formats_of_weights():
     assert all(supports_format(fmt) for fmt in FORMATS)
     assert supports_format(NumberFormat("fp32_scales_of_64", E4M3, (1, 64), "fp32"))
@@ -113,28 +103,11 @@ def test_sizes_and_machines():
         (90, "bfloat16", nvfp4(), 8, 64, 48),
         (90, "bfloat16", mxfp8(), 2000, 64, 64),
         (90, "bfloat16", mxfp8(), 8, 1 << 17, 1 << 14),
-        (100, "bfloat16", None, 8, 64, 64),
-        (90, "float32", None, 8, 64, 64),
-        (90, "float16", None, 8, 64, 60),
-        (90, "bfloat16", None, 8, 1 << 16, 1 << 14),
     ):
         assert not supports(sm, dtype, fmt, groups, features, depth)
-    for dtype in ("bfloat16", "float16"):
-        assert supports(90, dtype, None, 128, 1536, 2048)
-        assert supports(90, dtype, None, 512, 72, 8)
 
 
-def test_up_to_how_many_rows_reductions_are_divided():
-    """Four tokens of qwen3-30b and qwen3-next, one of gpt-oss-20b and Llama 4, none of Mixtral."""
-    for groups, features, depth, rows in (
-        (128, 1536, 2048, 34), (128, 2048, 768, 69),
-        (512, 1024, 2048, 52), (32, 5760, 2880, 6),
-        (16, 16384, 5120, 1), (8, 28672, 4096, 0), (8, 64, 64, 8),
-    ):  # fmt: skip
-        assert divided_rows(groups, features, depth) == rows
-
-
-@pytest.mark.parametrize("fmt", [*FORMATS, None], ids=name_of)
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.name)
 @pytest.mark.parametrize("depth", [512, 2048, 14336])
 @pytest.mark.parametrize("rows", [1, 8, 9, 512])
 def test_tiles_fit(fmt, rows, depth):
@@ -147,7 +120,7 @@ def test_tiles_fit(fmt, rows, depth):
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("row_tiles", [1, 2, 4])
-@pytest.mark.parametrize("fmt", [*FORMATS, None], ids=name_of)
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.name)
 def test_kernels_compile_with_few_spills(fmt, row_tiles, gated, capfd, tmp_path):
     pytest.importorskip("cutlass")
     from fusible.kernels.runtime.launch import compile_kernel
@@ -157,16 +130,12 @@ def test_kernels_compile_with_few_spills(fmt, row_tiles, gated, capfd, tmp_path)
         pytest.skip("not chosen: see test_tiles_fit")
     if gated:
         spec = spec._replace(activation="swiglu", gated=True, interleave=32, warps_across=2)
-    if fmt is None:
-        dtype = "f16" if row_tiles == 2 else "bf16"
-        spec = spec._replace(stages=STAGES[row_tiles], dtype=dtype)
     options = f"--gpu-arch sm_90a remarks{{ptx}} --keep-ptx --dump-dir={tmp_path}"
     compile_kernel("few_rows.product.product", (spec,), options)
     report = "".join(capfd.readouterr())
     assert "Used " in report
     # The assembler fills the registers that two blocks leave: a few constants of the loop spill.
-    spilled = max(map(int, re.findall(r"(\d+) bytes spill stores", report)))
-    assert spilled <= (0 if fmt is None else 100)
+    assert max(map(int, re.findall(r"(\d+) bytes spill stores", report))) <= 100
     (ptx,) = [path.read_text() for path in tmp_path.glob("*.ptx")]
     assert 0 < ptx.index("griddepcontrol.wait") < ptx.index("ld.global")
 
@@ -232,87 +201,6 @@ def test_what_is_launched(launches):
     assert len(launches) == 2
 
 
-def plain_case(groups=4, features=64, depth=256, rows=3):
-    w, x = torch.randn(groups, features, depth).bfloat16(), torch.randn(rows, depth).bfloat16()
-    return x, w, torch.tensor([1, 1, 2, rows], dtype=torch.int32)
-
-
-def test_what_is_launched_for_weights_of_16_bits(launches, monkeypatch):
-    x, w, ends = plain_case()
-    bias, scales = torch.randn(4, 64).bfloat16(), torch.rand(3)
-    out = few_rows.inference_glu(x, [w], ends, scales, Glu("swiglu", 8, 1.0), bias)
-    ((path, (spec,), device, *args),) = launches
-    assert (path, device) == ("few_rows.product.product", x.device)
-    assert spec == FewRowsSpec(None, False, True, "f32", "swiglu", 8, True, 4, 1, 3, "bf16")
-    given = [t.data_ptr() if isinstance(t, torch.Tensor) else t for t in args]
-    assert given[:8] == [
-        x.data_ptr(), w.data_ptr(), None, None, None,
-        ends.data_ptr(), bias.data_ptr(), scales.data_ptr(),
-    ]  # fmt: skip
-    assert given[8:] == [out.data_ptr(), 3, 32, 256, 4, 1.0, 0.0, 0.0, 4]
-    assert out.shape == (3, 32)
-
-    apart = [torch.randn(64, 256).bfloat16() for _ in range(4)]
-    monkeypatch.setattr(few_rows, "pointer_table", lambda pointers, _: pointers)
-    few_rows.inference_mm(x, apart, ends)
-    _, (spec,), _, _, *given = launches[1]
-    assert spec == FewRowsSpec(None, True, warps_across=4, row_tiles=1, stages=3)
-    assert given[:4] == [None, None, None, tuple(t.data_ptr() for t in apart)]
-    few_rows.inference_mm(x, list(w.unbind(0)), ends)  # side by side
-    assert launches[2][4] == w.data_ptr()
-    few_rows.inference_mm(x.half(), [w.half()], ends)
-    assert launches[3][1][0].dtype == "f16"
-    assert few_rows.inference_mm(x[:0], [w], torch.zeros_like(ends)).shape == (0, 64)
-    assert len(launches) == 4
-
-
-def test_weights_of_16_bits_that_other_kernels_multiply(launches):
-    x, w, ends = plain_case()
-    assert few_rows.inference_mm(x, [w], ends) is not NotImplemented
-    launches.clear()
-    many = torch.randn(5, 256).bfloat16()
-    apart = torch.randn(4, 64, 512).bfloat16()[..., :256]
-    far = torch.randn(4, 128, 256).bfloat16()[:, :64]
-    moved = torch.randn(4 * 64 * 256 + 1).bfloat16()[1:].view(4, 64, 256)
-    for given in (
-        (many, [w], ends), (x, [w.half()], ends), (x, [w.mT.contiguous().mT], ends),
-        (x, [apart], ends), (x, [far], ends), (x, [moved], ends), (x, [w.to("meta")], ends),
-    ):  # fmt: skip
-        assert few_rows.inference_mm(*given) is NotImplemented
-    assert few_rows.inference_glu(x, [w], ends, None, Glu("swiglu", 64)) is NotImplemented
-    assert not launches
-    for wrong, named in (
-        ((x[:, :64].contiguous(), [w], ends), "x must have 256 columns"),
-        ((x, [w], ends.long()), "ends must be"),
-        ((x, [w], ends, torch.randn(4, 64)), "bias must be"),
-    ):
-        with pytest.raises(ValueError, match=named):
-            few_rows.inference_mm(*wrong)
-
-
-def test_bits_that_do_not_depend_on_the_rows(launches):
-    x, w, ends = plain_case()
-    stored_w, _ = random_stored(mxfp8(), 4, 64, 256, False)
-
-    def results():
-        return [
-            few_rows.inference_mm(x, [w], ends),
-            few_rows.inference_glu(x, [w], ends, None, Glu("srelu")),
-            few_rows.grouped_mm(x, stored_w, mxfp8(), ends),
-        ]
-
-    with fz.batch_invariant():
-        assert results() == [NotImplemented] * 3
-        with fz.batch_invariant(False):
-            assert NotImplemented not in [type(t) for t in results()]
-            assert len(launches) == 3
-        assert results() == [NotImplemented] * 3
-    results()
-    assert len(launches) == 6
-    with pytest.raises(TypeError, match="enabled"), fz.batch_invariant("yes"):
-        pass
-
-
 @pytest.mark.parametrize("part", [0, 1])
 def test_weights_that_begin_anywhere_are_not_launched(part, launches):
     w, _ = random_stored(mxfp8(), 2, 64, 128, False)
@@ -372,22 +260,6 @@ def test_ops_pass_opcheck(op):
     )
 
 
-def test_products_of_inferences_are_those_of_training():
-    x, w, ends = torch.randn(9, 16), torch.randn(4, 24, 16), torch.tensor([3, 3, 7, 8]).int()
-    bias, scales = torch.randn(4, 24), torch.rand(9)
-    for given in ((), (bias,), (bias, scales)):
-        got = grouped.inference_mm(x, [w], ends, *given)
-        assert torch.equal(got, grouped.grouped_mm(x, [w], ends, *given))
-        flat = x, [w], ends, *given, *[None] * (2 - len(given))
-        torch.library.opcheck(torch.ops.fusible.grouped_mm_inference.default, flat)
-    for glu in (Glu(), Glu("srelu")):
-        given = x, [w], ends, scales, glu, bias
-        got = grouped.inference_glu(*given)
-        assert torch.equal(got, grouped.grouped_glu(*given)[1])
-        flat = x, list(w.unbind(0)), ends, scales, *glu, bias
-        torch.library.opcheck(torch.ops.fusible.grouped_glu_inference.default, flat)
-
-
 # --- modules -------------------------------------------------------------------------------------
 
 RECIPES = [
@@ -411,56 +283,13 @@ def arguments(dtype=torch.bfloat16):
     return x, sizes, torch.rand(11), sizes
 
 
-def calls(monkeypatch, *names):
-    """Those of the names, by default the ops for stored weights, that are called from now on."""
+def calls(monkeypatch):
+    """The names of the ops for stored weights that are called from now on."""
     made = []
-    for name in names or ("stored_mm", "stored_glu"):
+    for name in ("stored_mm", "stored_glu"):
         op = getattr(grouped, name)
-
-        def called(*args, name=name, op=op, **kwargs):
-            made.append(name)
-            return op(*args, **kwargs)
-
-        monkeypatch.setattr(grouped, name, called)
+        monkeypatch.setattr(grouped, name, lambda *a, n=name, op=op: made.append(n) or op(*a))
     return made
-
-
-@pytest.mark.parametrize("separate", [False, True])
-def test_inference_has_products_of_its_own(separate, monkeypatch):
-    """In high precision; outside of inference, or with a recipe, it has those of training."""
-    block, given = mlp(separate), arguments()
-    made = calls(monkeypatch, "inference_mm", "inference_glu", "grouped_mm", "grouped_glu")
-    want = block(*given).detach()
-    assert made == ["grouped_mm"] * 2
-    made.clear()
-    with torch.no_grad():
-        assert torch.equal(block(*given), want)
-        assert made == ["inference_mm"] * 2
-        made.clear()
-        with assume_target("sm90"):
-            assert torch.equal(block(*given), want)
-        assert made == ["inference_glu", "inference_mm"]
-        torch.compiler.reset()
-        compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
-        assert torch.equal(compiled(*given), want)
-        made.clear()
-        with fz.autocast(recipe=recipes.MXFP8BlockScaling()):
-            block(*given)
-        assert made == ["grouped_mm"] * 2
-
-
-def test_explain_says_that_few_rows_have_other_bits():
-    block, (x, sizes, scales, _) = mlp(False), arguments()
-    note = "a forward of up to 4 rows adds up each product in another order"
-
-    def said(target):
-        return fz.explain(block, x, sizes, scales, sizes, target=target).to_text().count(note)
-
-    assert said("sm90") == 0
-    with torch.no_grad():
-        assert (said("sm90"), said("sm100"), said("cpu")) == (2, 0, 0)
-        with fz.batch_invariant():
-            assert said("sm90") == 0
 
 
 @pytest.mark.parametrize("usage", ["inference", "training"])

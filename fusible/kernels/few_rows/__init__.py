@@ -1,31 +1,24 @@
-"""Grouped products of few rows on SM90, in an inference: warps divide the reduction.
+"""Grouped products of few rows on SM90, which read the weights of an inference as they are stored.
 
-The functions have the signatures of `fusible.kernels.grouped.stored`, whose weights they read as
-they are stored, and of `fusible.kernels.grouped.inference`. They return NotImplemented for what the
-kernels do not support, and where dequantizing the weights, or the kernels for many rows, are
-faster. These have other bits; under `batch_invariant` they run in any case.
+The functions have the signatures of `fusible.kernels.grouped.stored`, and return NotImplemented for
+what the kernels do not support, and where dequantizing the weights is faster.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from itertools import chain
 from types import NotImplementedType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fusible.formulas import cast
-from fusible.kernels.few_rows.invariance import is_batch_invariant
 from fusible.kernels.few_rows.spec import (
     MMA_ROWS,
     RESIDENT,
-    STAGES,
     WARPS,
     FewRowsSpec,
-    divided_rows,
     max_rows,
     supports,
 )
@@ -34,14 +27,7 @@ from fusible.kernels.runtime.gpu import has_cutlass, multiprocessors, sm_of
 from fusible.kernels.runtime.launch import aligned, launch
 from fusible.kernels.runtime.workspaces import pointer_table
 from fusible.kernels.sm90 import limits
-from fusible.kernels.sm90.operands import (
-    DTYPE_NAMES,
-    TENSOR_TYPES,
-    as_vector,
-    check_ends,
-    check_tensor,
-    matrices_of,
-)
+from fusible.kernels.sm90.operands import DTYPE_NAMES, as_vector, check_ends, check_tensor
 from fusible.recipes.formats import NumberFormat
 from fusible.recipes.matrix import shapes_of
 from fusible.recipes.stored import StoredWeights
@@ -75,46 +61,6 @@ def grouped_glu(
     return _product(x, w, fmt, ends, bias, scales, glu)
 
 
-def inference_mm(
-    x: Tensor,
-    w: Sequence[Tensor],
-    ends: Tensor,
-    bias: Tensor | None = None,
-    row_scale: Tensor | None = None,
-    *,
-    zero_tail: bool = True,
-) -> Tensor | NotImplementedType:
-    """`inference.grouped_mm`; the tail is zero in any case."""
-    return _plain_product(x, w, ends, bias, row_scale, None)
-
-
-def inference_glu(
-    x: Tensor,
-    w: Sequence[Tensor],
-    ends: Tensor,
-    scales: Tensor | None,
-    glu: Glu,
-    bias: Tensor | None = None,
-    *,
-    zero_tail: bool = True,
-) -> Tensor | NotImplementedType:
-    """`inference.grouped_glu`; the tail is zero in any case."""
-    return _plain_product(x, w, ends, bias, scales, glu)
-
-
-class _Weights(NamedTuple):
-    """Weights as a kernel reads them."""
-
-    format: NumberFormat | None
-    """None: they have the dtype of the rows."""
-    shape: tuple[int, int, int]
-    """Groups, rows and columns."""
-    addresses: tuple[Tensor | int | None, ...]
-    """Of data, scales, scales of whole matrices, and of a table of these: see `product`."""
-    table: bool = False
-    """Whether the table has the addresses, and not the others."""
-
-
 def _product(
     x: Tensor,
     w: StoredWeights,
@@ -124,89 +70,25 @@ def _product(
     scales: Tensor | None,
     glu: Glu | None,
 ) -> Tensor | NotImplementedType:
-    """A product with stored weights."""
-    shape = _shape(w, fmt)
-    if not (_reads(x, w, fmt) and (glu is None or _has_activation(glu, shape[1]))):
+    groups, features, depth = _shape(w, fmt)
+    if not (_reads(x, w, fmt) and (glu is None or _has_activation(glu, features))):
         return NotImplemented
-    bias, scales = _checked(x, w, fmt, ends, bias, _read_scales(scales, bias, glu))
-    weights = _Weights(fmt, shape, _addresses(w, fmt, x.device), len(w.data) > 1)
-    return _launched(x, weights, ends, bias, scales, glu)
-
-
-def _plain_product(
-    x: Tensor,
-    w: Sequence[Tensor],
-    ends: Tensor,
-    bias: Tensor | None,
-    scales: Tensor | None,
-    glu: Glu | None,
-) -> Tensor | NotImplementedType:
-    """A product with weights of the rows' dtype, where dividing the reduction is faster."""
-    weights = _plain_weights(x, w)
-    if weights is None or not (glu is None or _has_activation(glu, weights.shape[1])):
-        return NotImplemented
-    given = x, weights.shape, ends, bias, _read_scales(scales, bias, glu)
-    return _launched(x, weights, ends, *_checked_operands(*given), glu)
-
-
-def _plain_weights(x: Tensor, w: Sequence[Tensor]) -> _Weights | None:
-    """Weights of the rows' dtype, None if the kernels do not read them or others are faster."""
-    if is_batch_invariant() or x.dim() != 2 or not w:
-        return None
-    first = w[0]
-    groups = first.shape[0] if first.dim() == 3 else len(w)
-    features, depth = first.shape[-2:]
-    if 0 in first.shape or not (
-        x.shape[0] <= divided_rows(groups, features, depth)
-        and _supports(x.device, x.dtype, None, groups, features, depth)
-        and all([type(t) in TENSOR_TYPES for t in w])
-        and first.dtype == x.dtype
-        and first.device == x.device
-    ):
-        return None
-    found = matrices_of(w)
-    if found is None or found.strides[1:] != (depth, 1):
-        return None
-    shape = groups, features, depth
-    if found.pointers is not None:
-        table = pointer_table(found.pointers, x.device)
-        return _Weights(None, shape, (None, None, None, table), True)
-    if groups > 1 and found.strides[0] != features * depth:
-        return None
-    return _Weights(None, shape, (found.address, None, None, None))
-
-
-def _read_scales(scales: Tensor | None, bias: Tensor | None, glu: Glu | None) -> Tensor | None:
-    """The scales of rows, None where there is nothing that they multiply."""
-    return None if glu is None and bias is None else scales
-
-
-def _launched(
-    x: Tensor,
-    weights: _Weights,
-    ends: Tensor,
-    bias: Tensor | None,
-    scales: Tensor | None,
-    glu: Glu | None,
-) -> Tensor:
-    """A product of checked operands."""
-    fmt, (groups, features, depth), addresses, table = weights
     rows, columns = x.shape[0], features if glu is None else features // glu.sides
+    if glu is None and bias is None:
+        scales = None  # it multiplies the bias only
+    bias, scales = _checked(x, w, fmt, ends, bias, scales)
     out = x.new_empty(rows, columns)
     if rows == 0:
         return out
-    tile = _tile(fmt, groups, rows, depth)
     spec = FewRowsSpec(
         fmt,
-        table,
+        len(w.data) > 1,
         bias is not None,
         "" if scales is None else _DTYPES[scales.dtype],
         "" if glu is None else glu.activation,
         0 if glu is None else glu.interleave,
         glu is not None and glu.sides == 2,
-        *tile,
-        1 if fmt is not None else STAGES[tile[1]],
-        _DTYPES[x.dtype],
+        *_tile(fmt, groups, rows, depth),
     )
     # A group without rows has no tiles; the rows past the last group are one more.
     tiles = (min(groups, rows) + 1) * -(-columns // spec.width)
@@ -215,7 +97,7 @@ def _launched(
         (spec,),
         x.device,
         aligned(x),
-        *addresses,
+        *_addresses(w, fmt, x.device),
         ends,
         bias,
         scales,
@@ -238,31 +120,18 @@ def _checked(
     bias: Tensor | None,
     scales: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """`_checked_operands`; ValueError also for stored weights that do not fit."""
-    shape = _shape(w, fmt)
-    checked = _checked_operands(x, shape, ends, bias, scales)
-    wanted = shapes_of((*w.data[0].shape[:-1], shape[2]), fmt)
-    for name, part, of_part in zip(w._fields, w, wanted, strict=True):
-        count = 0 if of_part is None else len(w.data)
-        if len(part) != count or any([t.shape != of_part or t.device != x.device for t in part]):
-            raise ValueError(
-                f"{name} of weights in {fmt.name} must be {count} tensors of shape {of_part} on "
-                f"{x.device}, got {[(tuple(t.shape), str(t.device)) for t in part]!s:.200}"
-            )
-    return checked
-
-
-def _checked_operands(
-    x: Tensor,
-    shape: tuple[int, int, int],
-    ends: Tensor,
-    bias: Tensor | None,
-    scales: Tensor | None,
-) -> tuple[Tensor | None, Tensor | None]:
     """The bias and the scales of rows, contiguous; ValueError for operands that do not fit."""
-    groups, features, depth = shape
+    groups, features, depth = _shape(w, fmt)
     if x.shape[1] != depth:
         raise ValueError(f"x must have {depth} columns, as the weights, got {x.shape[1]}")
+    wanted = shapes_of((*w.data[0].shape[:-1], depth), fmt)
+    for name, part, shape in zip(w._fields, w, wanted, strict=True):
+        count = 0 if shape is None else len(w.data)
+        if len(part) != count or any([t.shape != shape or t.device != x.device for t in part]):
+            raise ValueError(
+                f"{name} of weights in {fmt.name} must be {count} tensors of shape {shape} on "
+                f"{x.device}, got {[(tuple(t.shape), str(t.device)) for t in part]!s:.200}"
+            )
     check_ends(ends, groups, x.device)
     if bias is not None:
         check_tensor("bias", bias, (groups, features), x.dtype, x.device)
@@ -284,8 +153,7 @@ def _reads(x: Tensor, w: StoredWeights, fmt: NumberFormat) -> bool:
     """Whether the kernels read these operands, and are faster than dequantizing the weights."""
     shape = _shape(w, fmt)
     return (
-        not is_batch_invariant()
-        and x.shape[0] <= max_rows(fmt) * shape[0]
+        x.shape[0] <= max_rows(fmt) * shape[0]
         and _supports(x.device, x.dtype, fmt, *shape)
         and all([t.is_contiguous() for part in w for t in part])
         and not any([t.data_ptr() % limits.ALIGNMENT_BYTES for t in w.data])
@@ -311,7 +179,7 @@ def _addresses(
     return None, None, None, pointer_table(tuple(chain(*parts)), device)
 
 
-def _tile(fmt: NumberFormat | None, groups: int, rows: int, depth: int) -> tuple[int, int]:
+def _tile(fmt: NumberFormat, groups: int, rows: int, depth: int) -> tuple[int, int]:
     """``warps_across`` and ``row_tiles`` of a `FewRowsSpec`, by measurements on an H100."""
     spec = FewRowsSpec(fmt)
     chunks = -(-depth // spec.chunk)
@@ -325,8 +193,8 @@ def _tile(fmt: NumberFormat | None, groups: int, rows: int, depth: int) -> tuple
 
 @functools.lru_cache(maxsize=1024)
 def _supports(
-    device: torch.device, dtype: torch.dtype, fmt: NumberFormat | None, groups: int, *features: int
+    device: torch.device, dtype: torch.dtype, fmt: NumberFormat, groups: int, *features: int
 ) -> bool:
-    """`spec.supports` on a device."""
+    """Whether the kernels run on a device for rows of ``dtype`` and weights in ``fmt``."""
     name = DTYPE_NAMES.get(dtype, "")
     return supports(sm_of(device), name, fmt, groups, *features) and has_cutlass()

@@ -12,23 +12,22 @@ THREADS = 32 * WARPS
 MMA_ROWS = 8  # of x that one matrix instruction multiplies
 WARP_FEATURES = 32  # rows of the weight that a warp multiplies: two instructions of 16
 RESIDENT = 2  # blocks that a multiprocessor has registers for
-STAGES = {1: 3, 2: 3, 4: 1}
-"""`FewRowsSpec.stages` of weights of 16 bits by ``row_tiles``: what the registers hold."""
 MAX_GROUPS = 1024
 _MAX_OFFSET = 1 << 31  # in a group's weight, in 32 rows of x, and in the biases: 32 bits
 _SHARED_BYTES = 228 * 1024
 _LOAD_BYTES = 16  # of a thread, of one row of the weight
-_ITEM_BYTES = 2  # of a number of rows, biases and the output
-_MAX_READ_BYTES = 220 * 10**6
 
 ELEMENTS = (E4M3, E2M1)
 
 
 class FewRowsSpec(NamedTuple):
-    """A product of few rows a group with weights as they are stored, and an activation."""
+    """A product of few rows a group with weights as they are stored, and an activation.
 
-    format: NumberFormat | None
-    """Of the weights; None: they are of ``dtype``."""
+    Rows, biases and the output are BF16.
+    """
+
+    format: NumberFormat
+    """Of the weights."""
     table: bool = False
     """Weights of groups lie apart, at the addresses of a table."""
     bias: bool = False
@@ -41,16 +40,10 @@ class FewRowsSpec(NamedTuple):
     """Warps of a block that lie side by side; the others divide the reduction."""
     row_tiles: int = 4
     """Rows that are multiplied at once, in instructions of 8: 1, 2 or 4."""
-    stages: int = 1
-    """Times that a thread loads words of weights of 16 bits before it multiplies the first."""
-    dtype: str = "bf16"
-    """PTX name of that of rows, biases and the output; with a format it is BF16."""
 
     @property
     def vector(self) -> int:
         """Numbers of a row of the weight that a thread loads at once."""
-        if self.format is None:
-            return _LOAD_BYTES // _ITEM_BYTES
         return _LOAD_BYTES * self.format.element.per_byte
 
     @property
@@ -84,20 +77,16 @@ class FewRowsSpec(NamedTuple):
     @property
     def scales_values(self) -> bool:
         """Whether elements are multiplied by their scales, in BF16, which is exact."""
-        return self.format is not None and not self.format.scale.startswith("fp32")
+        return not self.format.scale.startswith("fp32")
 
     @property
     def scales_sums(self) -> bool:
         """Whether sums of a block of the reduction are multiplied by the scale, in FP32."""
-        if self.format is None or self.scales_values:
-            return False
-        return self.format.block is not None
+        return not self.scales_values and self.format.block is not None
 
     @property
     def outer_scale(self) -> bool:
         """Whether a whole matrix has an FP32 scale."""
-        if self.format is None:
-            return False
         return self.format.has_tensor_scale or self.format.block is None
 
     @property
@@ -105,7 +94,6 @@ class FewRowsSpec(NamedTuple):
         """Scales of the numbers that a thread loads at once."""
         if not self.scales_values:
             return 1
-        assert self.format is not None
         assert self.format.block is not None
         return max(self.vector // self.format.block[1], 1)
 
@@ -113,15 +101,6 @@ class FewRowsSpec(NamedTuple):
 def max_rows(fmt: NumberFormat) -> int:
     """Rows of a group, on average, up to which dequantizing the weights first is not faster."""
     return 32 if FewRowsSpec(fmt).scales_sums else 64
-
-
-def divided_rows(groups: int, features: int, depth: int) -> int:
-    """Rows up to which a product with 16-bit weights is faster here than by the TMA kernels.
-
-    One row a group on average, which read at most 220 MB of weights if no two have the same group.
-    By measurements on an H100.
-    """
-    return min(groups, _MAX_READ_BYTES // (features * depth * _ITEM_BYTES))
 
 
 def supports_format(fmt: NumberFormat) -> bool:
@@ -140,22 +119,16 @@ def supports_format(fmt: NumberFormat) -> bool:
 
 
 def supports(
-    sm: int, dtype: str, fmt: NumberFormat | None, groups: int, features: int, depth: int
+    sm: int, dtype: str, fmt: NumberFormat, groups: int, features: int, depth: int
 ) -> bool:
-    """Whether the kernels run on ``sm`` for rows of ``dtype`` and weights of these sizes.
-
-    ``fmt`` is the format of the weights, None for ``dtype``.
-    """
-    if fmt is None:
-        fits, row_bytes = dtype in limits.DTYPES, depth * _ITEM_BYTES
-    else:
-        fits, row_bytes = dtype == "bfloat16" and supports_format(fmt), depth
+    """Whether the kernels run on ``sm`` for rows of ``dtype`` and weights of these sizes."""
     return (
         sm == limits.ARCHITECTURE
-        and fits
+        and dtype == "bfloat16"
+        and supports_format(fmt)
         and 0 < groups <= MAX_GROUPS
         and min(features, depth) > 0
         and features % limits.MULTIPLE_OF == 0
         and depth % FewRowsSpec(fmt).vector == 0
-        and max(features * row_bytes, features * groups, depth * 64) < _MAX_OFFSET
+        and max(features * depth, features * groups, depth * 64) < _MAX_OFFSET
     )

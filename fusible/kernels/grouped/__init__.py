@@ -32,7 +32,6 @@ from fusible.kernels.grouped import (
     bias_gradients,
     definitions,
     groups,
-    inference,
     portable,
     pytorch,
     stored,
@@ -57,8 +56,6 @@ __all__ = [
     "grouped_sum",
     "grouped_wgrad",
     "grouped_wgrad_",
-    "inference_glu",
-    "inference_mm",
     "row_groups",
     "side_by_side",
     "stacked",
@@ -190,30 +187,6 @@ stored_glu = define(
     [few_rows.grouped_glu, partial(stored.grouped_glu, product=grouped_glu)],
     flops.stored_product,
     name="grouped_glu_stored",
-)
-
-
-# --- products of forwards without gradients -------------------------------------------------------
-
-
-def _inference_glu_fake(x: Tensor, w: Sequence[Tensor], *rest: Any) -> Tensor:
-    *_, glu, _bias = rest
-    return x.new_empty(x.shape[0], w[0].shape[-2] // glu.sides)
-
-
-inference_mm = define(
-    inference.grouped_mm,
-    lambda x, w, *_: x.new_empty(x.shape[0], w[0].shape[-2]),
-    [few_rows.inference_mm, partial(inference.grouped_mm, product=_grouped_mm)],
-    lambda x, w, *_: flops.product(x, w),
-    name="grouped_mm_inference",
-)
-inference_glu = define(
-    inference.grouped_glu,
-    _inference_glu_fake,
-    [few_rows.inference_glu, partial(inference.grouped_glu, product=grouped_glu)],
-    lambda x, w, *_: flops.product(x, w),
-    name="grouped_glu_inference",
 )
 
 

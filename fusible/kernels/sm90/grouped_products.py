@@ -381,6 +381,8 @@ def sum_up(partials: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
 
 # --- products of given operands -------------------------------------------------------------------
 
+TENSOR_TYPES = (Tensor, torch.nn.Parameter)  # the memory of a subclass may not hold its values
+
 
 @functools.lru_cache(maxsize=1024)
 def cached_products(

@@ -26,8 +26,6 @@ DTYPE_NAMES = {
     torch.float8_e5m2: "float8_e5m2",
 }
 
-TENSOR_TYPES = (Tensor, torch.nn.Parameter)  # the memory of a subclass may not hold its values
-
 
 @functools.lru_cache(maxsize=4096)
 def supports(device: torch.device, dtype: torch.dtype, *features: int) -> bool:

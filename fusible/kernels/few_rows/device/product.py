@@ -2,8 +2,7 @@
 """Products of few rows a group with weights as they are stored (CuTe DSL).
 
 Reading the weights is nearly all of the time, so they are read once for up to 32 rows, by every
-thread 16 bytes of a row at a time, straight to registers, where those of a format become BF16.
-``mma.sync``
+thread 16 bytes of a row at a time, straight to registers, and become BF16 there. ``mma.sync``
 multiplies 16 rows of the weight by 8 of x. Which 16 numbers of the reduction an instruction takes
 is free, as long as both operands agree: a thread gives those that it has loaded.
 
@@ -33,6 +32,7 @@ from fusible.recipes.formats import E2M1, E4M3
 
 _ROWS = 4  # of the weight that a thread loads: two of each instruction's 16
 _BIAS = {"e4m3": 120, "e2m1": 126}  # BF16 of the shifted bits is 2^-this times the element
+_DTYPE = "bf16"  # of rows, biases and the output
 _HEADROOM = 16  # scaled values are 2^-this times too small, so that BF16 holds the factor
 
 
@@ -137,10 +137,10 @@ def _scaled(pairs, factor, fmt):
     return pairs if factor is None else [_times(pair, factor) for pair in pairs]
 
 
-def _mma(sums, at, a, b, dtype):
+def _mma(sums, at, a, b):
     """Add the product of 16 x 16 and 16 x 8 numbers to four sums of a thread, from ``at`` on."""
     new = inline_ptx(
-        f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32 "
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
         "{{$w0}, {$w1}, {$w2}, {$w3}}, {{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, "
         "{{$r6}, {$r7}, {$r8}, {$r9}};",
         write_only_types=[Float32] * 4,
@@ -153,20 +153,15 @@ def _mma(sums, at, a, b, dtype):
 # --- loads ----------------------------------------------------------------------------------------
 
 
-def _bytes(count, fmt):
-    """Bytes of so many numbers of a row of the weight."""
-    return 2 * count if fmt is None else count // fmt.element.per_byte
-
-
-def _load_weights(weights, k, words, scales, spec, stage=0):
+def _load_weights(weights, k, words, scales, spec):
     """What a thread loads of its rows at number ``k`` of the reduction, zeros past the end."""
     fmt = spec.format
     inside = Int32(k < weights.depth)
     for r in range(_ROWS):
-        offset = weights.rows[r] + _bytes(k, fmt)
+        offset = weights.rows[r] + k // fmt.element.per_byte
         found = bits.load(weights.data + Int64(offset), inside, 4)
         for i in range(4):
-            words[4 * _ROWS * stage + 4 * r + i] = found[i]
+            words[4 * r + i] = found[i]
     if spec.scales_sums:  # of all threads, whose sums are of all that the warp loads
         k -= cute.arch.lane_idx() % 4 * spec.vector
         inside = Int32(k < weights.depth)
@@ -244,36 +239,6 @@ def _multiply(
         k += step
 
 
-@cute.jit
-def _multiply_in_stages(
-    weights: _Weights,
-    x_rows,
-    words: cute.Tensor,
-    scales: cute.Tensor,
-    sums: cute.Tensor,
-    along: Int32,
-    spec: cutlass.Constexpr,
-    tiles: cutlass.Constexpr,
-):
-    """As `_multiply`, of weights of 16 bits, with the loads of ``spec.stages`` chunks under way.
-
-    ``words`` are those of the first ones.
-    """
-    chunks = cute.ceil_div(weights.depth, spec.chunk)
-    k = _first_number(along, spec)
-    step = spec.warps_along * spec.chunk
-    for _ in cutlass.range(along, chunks, spec.warps_along * spec.stages, unroll=1):
-        x_now = _load_x(x_rows, tiles, k, Int32(k < weights.depth))
-        for stage in cutlass.range_constexpr(spec.stages):
-            x_next = x_now
-            if const_expr(stage + 1 < spec.stages):
-                x_next = _load_x(x_rows, tiles, k + step, Int32(k + step < weights.depth))
-            _multiply_words(words, x_now, sums, stage, spec, tiles)
-            _load_weights(weights, k + spec.stages * step, words, scales, spec, stage)
-            x_now = x_next
-            k += step
-
-
 def _first_number(along, spec):
     """The first number of the reduction that a thread loads."""
     return along * spec.chunk + cute.arch.lane_idx() % 4 * spec.vector
@@ -291,24 +256,13 @@ def _multiply_part(words, factors, x_words, sums, nans, part, spec, tiles):
             for word in own:
                 nans[r] = nans[r] | nan_bytes(word)
         pairs.append(_scaled(pairs_of(own, fmt), factor, fmt))
-    _multiply_pairs(pairs, [paired(x_words[n], fmt) for n in range(tiles)], sums, spec)
-
-
-def _multiply_words(words, x_words, sums, stage, spec, tiles):
-    """The products of 8 numbers of 16 bits of each row that a thread has loaded."""
-    first = 4 * _ROWS * stage
-    pairs = [[words[first + 4 * r + i] for i in range(4)] for r in range(_ROWS)]
-    _multiply_pairs(pairs, x_words[:tiles], sums, spec)
-
-
-def _multiply_pairs(pairs, of_x, sums, spec):
-    """The products of four pairs of each row of the weight and of x."""
-    for n, x_pairs in enumerate(of_x):
+    for n in range(tiles):
+        of_x = paired(x_words[n], fmt)
         for m in range(2):
             upper, lower = pairs[2 * m], pairs[2 * m + 1]
             for half in (0, 2):
                 a = [upper[half], lower[half], upper[half + 1], lower[half + 1]]
-                _mma(sums, 8 * n + 4 * m, a, x_pairs[half : half + 2], spec.dtype)
+                _mma(sums, 8 * n + 4 * m, a, of_x[half : half + 2])
 
 
 # --- a tile ---------------------------------------------------------------------------------------
@@ -362,19 +316,16 @@ def _weights_of(problem, group, column, across, spec):
     """Addresses of a thread's rows of the weight of a group, and of its scale as a matrix."""
     fmt, group = spec.format, cutlass.min(group, problem.groups - 1)  # also asked of the tail
     features = problem.columns * (2 if spec.gated else 1)
-    pitch = _bytes(problem.depth, fmt)
+    pitch = problem.depth // fmt.element.per_byte
     scale_pitch, scale_rows, across_block = Int32(0), Int32(0), 1
-    if fmt is not None and fmt.block is not None:
+    if fmt.block is not None:
         across_block, along_block = fmt.block
         scale_pitch = cute.ceil_div(problem.depth, along_block) * numbers.scale_bytes(fmt)
         scale_rows = cute.ceil_div(features, across_block)
     if spec.table:
         entry = problem.table + Int64(group) * 8
         stride = Int64(problem.groups) * 8
-        data = bits.load_address(entry)
-        scale, outer = data, data  # of 16-bit weights there are none
-        if fmt is not None:
-            scale, outer = [bits.load_address(entry + i * stride) for i in (1, 2)]
+        data, scale, outer = [bits.load_address(entry + i * stride) for i in range(3)]
     else:
         data = problem.data + Int64(group) * (Int64(features) * Int64(pitch))
         scale = problem.scale + Int64(group) * (Int64(scale_rows) * Int64(scale_pitch))
@@ -391,7 +342,7 @@ def _put_sums(shared, sums, nans, across, along, spec):
     """
     lane = cute.arch.lane_idx()
     found = [nans[r] for r in range(_ROWS)]
-    has_nan = spec.format is not None and spec.format.element == E4M3
+    has_nan = spec.format.element == E4M3
     for other in (1, 2) if has_nan else ():
         found = [word | shuffle_sync_bfly(word, other) for word in found]
     for n in range(spec.row_tiles):
@@ -441,14 +392,14 @@ def _write(
                 if const_expr(spec.gated):
                     feature = across // 16 * 32 + across % 16 + 16 * side
                 value = _total(shared, row, feature, spec)
-                if const_expr(fmt is not None and fmt.scale == "e4m3"):
+                if const_expr(fmt.scale == "e4m3"):
                     value = value * Float32(2.0**_HEADROOM)
                 if const_expr(spec.outer_scale):
                     value = value * factor
                 if const_expr(spec.bias):
                     features = problem.columns * (2 if spec.gated else 1)
                     of_bias = group * features + _weight_row(at, side, problem.columns, spec)
-                    bias = bits.load_number(problem.bias, of_bias, True, spec.dtype)
+                    bias = bits.load_number(problem.bias, of_bias, True, _DTYPE)
                     if const_expr(spec.scale != "" and spec.activation == ""):
                         bias = bias * bits.load_number(
                             problem.row_scale, first + row, True, spec.scale
@@ -463,7 +414,7 @@ def _write(
                         problem.row_scale, first + row, True, spec.scale
                     )
             index = Int64(first + row) * problem.columns + at
-            bits.store_number(problem.out, index, result, True, spec.dtype)
+            bits.store_number(problem.out, index, result, True, _DTYPE)
 
 
 @cute.jit
@@ -475,8 +426,7 @@ def _fill_zeros(
     for i in cutlass.range(thread, rows * spec.width, THREADS, unroll=1):
         at = column + i % spec.width
         index = Int64(first + i // spec.width) * problem.columns + at
-        inside = Boolean(at < problem.columns)
-        bits.store_number(problem.out, index, Float32(0.0), inside, spec.dtype)
+        bits.store_number(problem.out, index, Float32(0.0), Boolean(at < problem.columns), _DTYPE)
 
 
 @cute.jit
@@ -491,10 +441,7 @@ def _load_first(
     """What a thread multiplies first of a tile."""
     warp = cute.arch.warp_idx()
     weights, _ = _weights_of(problem, group, column, warp % spec.warps_across, spec)
-    k = _first_number(warp // spec.warps_across, spec)
-    for stage in cutlass.range_constexpr(spec.stages):
-        _load_weights(weights, k, words, scales, spec, stage)
-        k += spec.warps_along * spec.chunk
+    _load_weights(weights, _first_number(warp // spec.warps_across, spec), words, scales, spec)
 
 
 @cute.jit
@@ -521,23 +468,20 @@ def _multiply_rows(
     )
     sums.fill(0.0)
     nans.fill(0)
-    if const_expr(spec.format is None):
-        multiply, given = _multiply_in_stages, (weights, x_rows, words, scales, sums, along, spec)
-    else:
-        multiply, given = _multiply, (weights, x_rows, words, scales, sums, nans, along, spec)
+    given = weights, x_rows, words, scales, sums, nans, along, spec
     if const_expr(spec.row_tiles == 1):
-        multiply(*given, 1)
+        _multiply(*given, 1)
     elif const_expr(spec.row_tiles == 2):
         if count <= MMA_ROWS:
-            multiply(*given, 1)
+            _multiply(*given, 1)
         else:
-            multiply(*given, 2)
+            _multiply(*given, 2)
     elif count <= MMA_ROWS:
-        multiply(*given, 1)
+        _multiply(*given, 1)
     elif count <= 2 * MMA_ROWS:
-        multiply(*given, 2)
+        _multiply(*given, 2)
     else:
-        multiply(*given, 4)
+        _multiply(*given, 4)
 
 
 @cute.jit
@@ -596,7 +540,7 @@ def _product(problem: _Problem, spec: cutlass.Constexpr):
     tiles = _list_groups(problem, used, counts) * across
     tile, _, _ = cute.arch.block_idx()
     blocks, _, _ = cute.arch.grid_dim()
-    words = cute.make_rmem_tensor((4 * _ROWS * spec.stages,), Uint32)
+    words = cute.make_rmem_tensor((4 * _ROWS,), Uint32)
     scales = cute.make_rmem_tensor((_ROWS,), Uint32)
     sums = cute.make_rmem_tensor((8 * spec.row_tiles,), Float32)
     nans = cute.make_rmem_tensor((_ROWS,), Uint32)
@@ -653,7 +597,7 @@ def product(
 
     ``columns`` are those of the activation, if it is gated half of the weight's rows. ``data``,
     ``scale`` and ``outer`` are the addresses of ``[groups, ...]``, or ``table`` that of theirs
-    ``[3, groups]``, of 16-bit weights ``[groups]``.
+    ``[3, groups]``.
     """
     constants = (limit, alpha, offset)
     problem = _Problem(
