@@ -95,12 +95,15 @@ class PeerMemory:
         if not self._memory.is_cuda:
             return
         stream, last = torch.cuda.current_stream(self._memory.device), self._stream
+        capturing = torch.cuda.is_current_stream_capturing()
         if last is not None and last != stream:
             with torch.cuda.stream(last):
                 captured = torch.cuda.is_current_stream_capturing()
-            if captured == torch.cuda.is_current_stream_capturing():
+            if captured == capturing:
                 stream.wait_stream(last)
         self._stream = stream
+        if capturing:
+            _captured.add(self)
 
 
 def aligned_bytes(nbytes: int) -> int:
@@ -108,6 +111,8 @@ def aligned_bytes(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
+_captured: set[PeerMemory] = set()
+"""Memories that graphs use, which may be replayed until the process ends."""
 _memories: WeakKeyDictionary[Any, dict[torch.device, PeerMemory | str]] = WeakKeyDictionary()
 
 
