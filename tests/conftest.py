@@ -100,25 +100,15 @@ def _process_state():
 
 
 @pytest.fixture(autouse=True)
-def _source_lines_are_looked_up_once():
-    """The CuTe DSL looks for the source line of every operation that it traces, many times each.
+def _no_source_lines():
+    """Kernels are traced without the source line of every operation.
 
-    That is a fifth of a compilation; the code it makes is the same.
+    The CuTe DSL looks for them in all frames, for its diagnostics: a fifth of a compilation. The
+    code it makes is the same.
     """
     tracer = sys.modules.get("cutlass._mlir_helpers.op")
-    look_up = getattr(tracer, "_fast_frameinfo", None)
-    if look_up is None or hasattr(look_up, "found"):
-        return
-    found = {}
-
-    def once(frame):
-        key = frame.f_code, frame.f_code.co_filename, frame.f_lasti
-        if key not in found:
-            found[key] = look_up(frame)
-        return found[key]
-
-    once.found = found
-    tracer._fast_frameinfo = once
+    if hasattr(tracer, "_get_caller_frame_info"):
+        tracer._get_caller_frame_info = lambda: None
 
 
 @pytest.fixture

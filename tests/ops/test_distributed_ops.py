@@ -9,7 +9,7 @@ import pytest
 import reference as ref
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from processes import start
 from torch import nn
 
 import fusible as fz
@@ -276,7 +276,7 @@ def run_cases(rank, folder):
 @pytest.fixture(scope="module")
 def failures():
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run_cases, (folder,), PROCESSES)
+        start(run_cases, (folder,), PROCESSES)
         return [torch.load(Path(folder) / f"failures{rank}") for rank in range(PROCESSES)]
 
 

@@ -10,8 +10,8 @@ from expert_parallel import EXPERTS, Case, experts, results, tensors
 
 import fusible as fz
 
-SECONDS, SHORT = 120, 4
-"""The timeout of a group, and of one whose process falls silent."""
+SECONDS, SHORT, SILENT = 120, 4, 10
+"""The timeout of a group, that of one whose process falls silent, and how long this one does."""
 
 
 def attempt(case, group, rank, processes):
@@ -34,7 +34,7 @@ def attempt(case, group, rank, processes):
     elif rank == 1 and what == "grad":
         x = x.detach()
     if rank == 1 and what in ("dead", "silent"):
-        time.sleep(0.5 if what == "dead" else 4 * SHORT)
+        time.sleep(0.5 if what == "dead" else SILENT)
         return None
     if what == "large ids":
         ids = ids.clone()
@@ -127,7 +127,7 @@ def test_a_process_that_does_not_take_part(tmp_path, what):
     kind, text, seconds = seen(tmp_path, attempt, case, seconds=timeout)[0][str(case)]
     assert kind == "RuntimeError"
     assert "Dispatch over 2 processes: another process failed, left or did not answer" in text
-    assert seconds < (SECONDS / 2 if what == "dead" else 4 * SHORT)
+    assert seconds < (SECONDS / 2 if what == "dead" else SILENT)
 
 
 def test_large_ids_are_no_experts(tmp_path):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from processes import start
 from torch import Tensor
 
 import fusible as fz
@@ -220,5 +220,5 @@ def results(
     processes: int, folder: Path, cases, run_case, timeout=None, backend: str = "gloo"
 ) -> list[dict]:
     """What every process saw of every case, by rank; started once for all cases."""
-    mp.spawn(worker, (processes, str(folder), list(cases), run_case, timeout, backend), processes)
+    start(worker, (processes, str(folder), list(cases), run_case, timeout, backend), processes)
     return [torch.load(folder / f"results{rank}") for rank in range(processes)]

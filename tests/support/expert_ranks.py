@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
+
 import torch
+from processes import METHOD, start
 from sharded import largest, plain_values, values
 from torch import distributed as dist
-from torch import multiprocessing as mp
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
@@ -254,8 +256,8 @@ def worker(rank: int, world: int, store: str, out) -> None:
 
 def outcomes(world: int, folder) -> dict[int, dict]:
     """What each of ``world`` processes saw."""
-    out = mp.get_context("spawn").SimpleQueue()
-    processes = mp.spawn(worker, (world, str(folder / "store"), out), nprocs=world, join=False)
+    out = multiprocessing.get_context(METHOD).SimpleQueue()
+    processes = start(worker, (world, str(folder / "store"), out), world, join=False)
     seen = {}
     while len(seen) < world:
         if out.empty():

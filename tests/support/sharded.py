@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import faulthandler
+import multiprocessing
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
+from processes import METHOD, start
 from torch import distributed as dist
-from torch import multiprocessing as mp
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -293,9 +294,9 @@ def worker(rank: int, world: int, device: str, store: str, cases: list[Case], ou
 
 def outcomes(world: int, device: str, folder, cases: list[Case]) -> dict[tuple[int, str], Outcome]:
     """Run the cases in ``world`` processes; what each rank saw, by rank and case."""
-    out = mp.get_context("spawn").SimpleQueue()
+    out = multiprocessing.get_context(METHOD).SimpleQueue()
     args = (world, device, str(folder / "store"), cases, out)
-    processes = mp.spawn(worker, args, nprocs=world, join=False)
+    processes = start(worker, args, world, join=False)
     seen = {}
     while len(seen) < world * len(cases):
         if out.empty():

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from number_formats import RECIPES
+from processes import start
 from torch import distributed as dist
 from torch.distributed.fsdp import fully_shard
 
@@ -82,7 +83,7 @@ def test_shards_that_cut_blocks_are_values_and_train_as_the_whole(tmp_path):
         pytest.skip("needs torch with gloo")
     out = tmp_path / "found"
     arguments = (str(tmp_path / "store"), str(out))
-    torch.multiprocessing.spawn(difference_of_uneven_shards, arguments, 2)
+    start(difference_of_uneven_shards, arguments, 2)
     found = torch.load(out)
     assert found.keys() == RECIPES.keys()
     for kinds, same in found.values():
