@@ -91,7 +91,7 @@ def ours(shape: Shape, mesh: Any, device: torch.device, **options: Any) -> fz.Se
         fz.GroupedLinear(experts, hidden, 2 * inner, **grouped),
         fz.ScaledSwiGLU(),
         fz.GroupedLinear(experts, inner, hidden, **grouped),
-        fz.Combine(process_group=mesh),
+        fz.Combine(process_group=mesh, symmetric_memory=options.get("symmetric_memory", True)),
     )
     with torch.no_grad():
         for w in block.parameters():

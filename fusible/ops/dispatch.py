@@ -135,7 +135,7 @@ class Dispatch(BasicOperation):
         symmetric_memory: over a group, with ``send="all"``: where the processes are on the GPUs of
             one host, kernels read tokens from, and write sums to, each other's memory, by PyTorch's
             symmetric memory, instead of collectives of NCCL. Same bits; the first call waits for
-            the other processes. Its :class:`Combine` does as the group's dispatches do.
+            the other processes.
 
     Raises:
         TypeError: the number of experts or of tokens is no integer.
@@ -532,11 +532,12 @@ class Combine(BasicOperation):
             :class:`ScaledSwiGLU` does.
         process_group: that of the :class:`Dispatch`.
         quantized_send: as of the :class:`Dispatch`: gradients of sums are sent quantized.
+        symmetric_memory: as of the :class:`Dispatch`.
 
     Raises:
         ValueError: in a call, the input is not ``[rows, H]`` with at most as many rows as choices,
-            or ``row_map`` or ``scales`` are not what a :class:`Dispatch` gives; the group or
-            ``quantized_send`` is not that of the :class:`Dispatch`.
+            or ``row_map`` or ``scales`` are not what a :class:`Dispatch` gives; the group,
+            ``quantized_send`` or ``symmetric_memory`` is not that of the :class:`Dispatch`.
         RuntimeError: ``torch.distributed`` is not initialized; in a call, another process fails.
     """
 
@@ -545,23 +546,32 @@ class Combine(BasicOperation):
     saves = "row map; if weighted rows, scales; over a group sent map"
 
     def __init__(
-        self, weighted: bool = False, *, process_group: Any = None, quantized_send: bool = False
+        self,
+        weighted: bool = False,
+        *,
+        process_group: Any = None,
+        quantized_send: bool = False,
+        symmetric_memory: bool = True,
     ) -> None:
-        check_bools("Combine", weighted=weighted, quantized_send=quantized_send)
+        options = {"quantized_send": quantized_send, "symmetric_memory": symmetric_memory}
+        check_bools("Combine", weighted=weighted, **options)
         of_group = () if process_group is None else ("sent_map", "sent_counts")
         self.extra_input_names = ("row_map", *of_group, *(("scales",) if weighted else ()))
         self.num_extra_inputs = len(self.extra_input_names)
         super().__init__()
         self.process_group, self.processes = _members("Combine", process_group)
         self.weighted, self.quantized_send = weighted, quantized_send
+        self.symmetric_memory = symmetric_memory
 
     def check_producer(self, slot: int, producer: Any) -> None:
         """Refuse the row map of a Dispatch over another group, or that sends otherwise."""
-        if isinstance(producer, Dispatch) and producer.quantized_send != self.quantized_send:
-            raise ValueError(
-                "quantized_send of Combine must be that of the Dispatch whose rows it sums, got "
-                f"{self.quantized_send} and {producer.quantized_send}"
-            )
+        for name in ("quantized_send", "symmetric_memory"):
+            given = getattr(self, name), getattr(producer, name, None)
+            if isinstance(producer, Dispatch) and given[0] != given[1]:
+                raise ValueError(
+                    f"{name} of Combine must be that of the Dispatch whose rows it sums, got "
+                    f"{given[0]} and {given[1]}"
+                )
         if isinstance(producer, Dispatch) and producer.process_group is not self.process_group:
             raise ValueError(
                 "process_group of Combine must be that of the Dispatch whose rows it sums, got "
@@ -640,7 +650,9 @@ class Combine(BasicOperation):
             )
         if not counts.numel():
             padded = row_map.shape[0] // self.processes
-            memory = peer_memory(self.process_group, sent_map.device)
+            memory = None
+            if self.symmetric_memory:
+                memory = peer_memory(self.process_group, sent_map.device)
             return Exchange(self.process_group, None, None, padded, memory), sent_map
         if isinstance(counts, FakeTensor):
             sent = received = balanced_sizes(row_map.shape[0], self.process_group)

@@ -200,6 +200,26 @@ def by_memory(name, group, rank, processes):
         assert exchanges.call_count == sent, case
 
 
+def by_collectives(name, group, rank, processes):
+    """Without symmetric_memory that of the group is not touched."""
+    memory, off = shared_memory(group, rank, processes), {"symmetric_memory": False}
+    of_group = {"process_group": group, **off}
+    module = fz.Sequential(
+        fz.Dispatch(ep.EXPERTS, send="all", **of_group),
+        *ep.experts(Case(dtype=BF16), rank * 4, 4),
+        fz.Combine(**of_group),
+    )
+    x, probs, ids, dy = ep.tensors(Case("all", BF16), rank, processes)
+    with (
+        patch.object(exchange, "_reads_sizes", lambda _: False),
+        patch.object(exchange, "reserve", lambda *_: memory),
+        patch.object(dispatch, "peer_memory", lambda *_: memory),
+        patch.object(memory, "begin", Mock(side_effect=AssertionError)),
+    ):
+        module(x, probs, ids)[0].backward(dy)
+    assert x.grad.isfinite().all()
+
+
 def by_memory_in_turns(name, group, rank, processes):
     """Of two blocks whose exchanges overlap, one takes collectives; of too large ones all do."""
     memory = shared_memory(group, rank, processes)
@@ -259,16 +279,26 @@ def sent_bytes(name, group, rank, processes):
         pytest.raises(ValueError, match=r"format of tokens sent .*\['e4m3, e8m0_up of 32', None\]"),
     ):
         module(*inputs)
-    with pytest.raises(ValueError, match="quantized_send of Combine must be that of the Dispatch"):
-        fz.Sequential(
-            fz.Dispatch(8, process_group=group, quantized_send=True),
-            fz.Combine(process_group=group),
-        )(*inputs)
+    for option, value in (("quantized_send", True), ("symmetric_memory", False)):
+        with pytest.raises(ValueError, match=f"{option} of Combine must be that of the Dispatch"):
+            fz.Sequential(
+                fz.Dispatch(8, process_group=group, **{option: value}),
+                fz.Combine(process_group=group),
+            )(*inputs)
 
 
 BEHAVIOUR = {
     f.__name__: f
-    for f in (loads, refused, compiled, unread, by_memory, by_memory_in_turns, sent_bytes)
+    for f in (
+        loads,
+        refused,
+        compiled,
+        unread,
+        by_memory,
+        by_collectives,
+        by_memory_in_turns,
+        sent_bytes,
+    )
 }
 
 
