@@ -82,11 +82,9 @@ def test_the_oldest_entry_makes_place():
 
 @pytest.fixture
 def fast_collections():
-    """The collector leaves alone what is alive before the test."""
+    """The collector leaves alone what is alive before the test, as tests/conftest.py lets it."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.usefixtures("fast_collections")
