@@ -71,6 +71,7 @@ def run_forward(
                 _check_returned(schedule, step, returned, own)
         except Exception as error:
             note_place(error, schedule, step)
+            _abandon(schedule)
             raise
         if aliases is not None:
             if step.is_users:  # which may go on reading its arguments
@@ -79,6 +80,13 @@ def run_forward(
         x, outputs = returned
         produced.extend(outputs)
     return [x, *[produced[op][slot] for op, slot in schedule.wiring.public]], contexts
+
+
+def _abandon(schedule: Schedule) -> None:
+    """Let the ops of a run that failed know it."""
+    if not torch.compiler.is_compiling():
+        for op in schedule.plan.basic_ops:
+            op.abandon()
 
 
 def run_formula(
@@ -291,6 +299,7 @@ def _run_backward(
                 _check_grads(step, returned, own)
         except Exception as error:
             note_place(error, schedule, step, own)
+            _abandon(schedule)
             raise
         if aliases is not None and (step.is_users or step.op.keeps_grads):
             aliases.retain(tree_leaves((grad, grad_extra, returned)))

@@ -549,7 +549,9 @@ def _memory_for(
     of_x = max(x.element_size(), 4) if probs.shape[1] == 1 else x.element_size()  # see unrounded
     widths = x.shape[1] * of_x, probs.shape[1] * max(probs.element_size(), 4)
     nbytes = sum(aligned_bytes(processes * padded * width) for width in widths)
-    found = reserve(group, device, nbytes) if settings.symmetric_memory else None
+    found = None
+    if settings.symmetric_memory:
+        found = communicate("Dispatch", group, reserve, group, device, nbytes)
     memory = found if isinstance(found, PeerMemory) else None
     return memory, _transport(found, settings)
 
