@@ -323,6 +323,39 @@ def memory_after_failure(name, group, rank, processes):
         assert len(made) == 3
 
 
+def memory_asked_for(name, group, rank, processes):
+    """What a call asks for is enough for its four exchanges, also where no process has tokens."""
+    asks, gpu, made = exchange._memory_for, torch.device("cuda"), []
+
+    def make(group, device, nbytes):
+        made.append(shared_memory(group, rank, processes, nbytes))
+        return made[-1]
+
+    def memory_for(x, *given):
+        return asks(Mock(device=gpu, element_size=x.element_size, shape=x.shape), *given)
+
+    for options, tokens in (({}, 16), ({"weighted": True, "top_k": 1}, 16), ({}, 0)):
+        case = Case("all", BF16, **options)
+        module = ep.block(case, group, rank, processes)
+        x, probs, ids, dy = [t[:tokens] for t in ep.tensors(case, rank, processes)]
+        begin = peer_memory.PeerMemory.begin
+        counted = {"autospec": True, "side_effect": begin}
+        with (
+            patch.object(exchange, "_reads_sizes", lambda _: False),
+            patch.object(exchange, "_memory_for", memory_for),
+            patch.object(dispatch, "peer_memory", lambda *_: made[-1]),
+            patch.object(peer_memory, "_make", make),
+            patch.object(peer_memory, "_GRANULE", 256),
+            patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
+            patch.dict(peer_memory._memories.data, clear=True),
+            patch.object(peer_memory.PeerMemory, "begin", **counted) as exchanges,
+        ):
+            module(x, probs, ids)[0].backward(dy)
+        sizes = [call.args[1] for call in exchanges.call_args_list]
+        assert len(sizes) == 4
+        assert max(sizes) <= made[-1].nbytes
+
+
 def sent_bytes(name, group, rank, processes):
     """Of all exchanges but those of sizes, choices and weights: elements and scales, no more."""
     for mode in ("rows", "tokens", "all"):
@@ -371,6 +404,7 @@ BEHAVIOUR = {
         by_collectives,
         by_memory_in_turns,
         memory_after_failure,
+        memory_asked_for,
         sent_bytes,
     )
 }
