@@ -70,7 +70,7 @@ def run_forward(
             if step.is_users:
                 _check_returned(schedule, step, returned, own)
         except Exception as error:
-            note_place(error, schedule, step)
+            _failed(error, schedule, step)
             raise
         if aliases is not None:
             if step.is_users:  # which may go on reading its arguments
@@ -79,6 +79,19 @@ def run_forward(
         x, outputs = returned
         produced.extend(outputs)
     return [x, *[produced[op][slot] for op, slot in schedule.wiring.public]], contexts
+
+
+def _failed(
+    error: Exception,
+    schedule: Schedule,
+    step: ScheduledStep,
+    contexts: Sequence[OperationContext] | None = None,
+) -> None:
+    """Note on an error where its op is (:func:`note_place`), and let all ops of the run know it."""
+    note_place(error, schedule, step, contexts)
+    if not torch.compiler.is_compiling():
+        for op in schedule.plan.basic_ops:
+            op.abandon()
 
 
 def run_formula(
@@ -290,7 +303,7 @@ def _run_backward(
             if step.is_users:
                 _check_grads(step, returned, own)
         except Exception as error:
-            note_place(error, schedule, step, own)
+            _failed(error, schedule, step, own)
             raise
         if aliases is not None and (step.is_users or step.op.keeps_grads):
             aliases.retain(tree_leaves((grad, grad_extra, returned)))

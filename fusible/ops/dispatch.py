@@ -44,7 +44,7 @@ from fusible.ops.exchange import (
 from fusible.ops.inputs import DTYPES, check_dtype, check_row_scales, check_sizes
 from fusible.ops.matrices import GatheredRows
 from fusible.ops.op import BasicOperation, OpGrads
-from fusible.ops.peer_memory import peer_memory
+from fusible.ops.peer_memory import abandon, peer_memory
 from fusible.ops.top_k_router import TopKRouter
 from fusible.recipes.product import values
 
@@ -210,6 +210,10 @@ class Dispatch(BasicOperation):
                 f"the TopKRouter before it, got {self.num_experts}; the tokens of the others would "
                 "be lost"
             )
+
+    def abandon(self) -> None:
+        """No exchange of the group goes on."""
+        abandon(self.process_group)
 
     @property
     def local_experts(self) -> int:
@@ -619,6 +623,10 @@ class Combine(BasicOperation):
     def communicates(self) -> bool:
         """Over a group."""
         return self.process_group is not None
+
+    def abandon(self) -> None:
+        """No exchange of the group goes on."""
+        abandon(self.process_group)
 
     def begin_sending(self, ctxs: Sequence[OperationContext], grad_output: Tensor) -> None:
         """Begin to send the gradients of the sums."""

@@ -1,10 +1,10 @@
 """Tokens to the processes whose experts they were routed to, and partial results back.
 
 Two linear functions, each the other's adjoint: :func:`send` copies a process's tokens to those that
-need them; :func:`begin_return` returns what these made of the copies, which :func:`sum_copies`
-sums. What connects them is
-the sent map, int32 ``[T, c]``, a row map as of :mod:`fusible.kernels.moe.definitions`: the place in
-the buffer sent of each of a token's c copies, or the complement of a place past its end.
+need them; :class:`Return` returns what these made of the copies, which :func:`sum_copies` sums.
+What connects them is the sent map, int32 ``[T, c]``, a row map as of
+:mod:`fusible.kernels.moe.definitions`: the place in the buffer sent of each of a token's c copies,
+or the complement of a place past its end.
 """
 
 from __future__ import annotations
@@ -545,11 +545,14 @@ def _memory_for(
     group, processes, device = settings.group, settings.processes, x.device
     if device.type != "cuda" or processes == 1:
         return None, ""
-    # The largest exchange is that of gradients, of all processes' tokens and weights.
+    # The largest exchange is that of gradients, of all processes' tokens and weights; or, where
+    # there are none, that of headers.
     of_x = max(x.element_size(), 4) if probs.shape[1] == 1 else x.element_size()  # see unrounded
     widths = x.shape[1] * of_x, probs.shape[1] * max(probs.element_size(), 4)
-    nbytes = sum(aligned_bytes(processes * padded * width) for width in widths)
-    found = reserve(group, device, nbytes) if settings.symmetric_memory else None
+    nbytes = sum(aligned_bytes(max(processes * padded, 1) * width) for width in widths)
+    found = None
+    if settings.symmetric_memory:
+        found = communicate("Dispatch", group, reserve, group, device, nbytes)
     memory = found if isinstance(found, PeerMemory) else None
     return memory, _transport(found, settings)
 

@@ -40,6 +40,8 @@ class PeerMemory:
         self._stream: torch.cuda.Stream | None = None
         self._used = 0  # bytes of the present exchange
         self._in_use = False
+        self.abandoned = False
+        """Whether an exchange began that will not end, so that no other can begin."""
 
     def begin(self, nbytes: int) -> bool:
         """Begin an exchange of so many bytes, if they fit and no other exchange has begun.
@@ -60,6 +62,14 @@ class PeerMemory:
     def end(self) -> None:
         """The exchange's last read is enqueued."""
         self._in_use = False
+
+    def abandon(self) -> None:
+        """An op failed, perhaps in an exchange, whose barriers other processes may wait at.
+
+        `reserve` makes other memory then: a process that did not fail could take the barriers of
+        the next exchange for those of this one.
+        """
+        self.abandoned = self._in_use
 
     def rows(self, shape: tuple[int, int], dtype: torch.dtype) -> PeerRows:
         """Rows ``[n, features]`` in every process's memory, after what the exchange has placed."""
@@ -130,19 +140,28 @@ def peer_memory(group: Any, device: torch.device) -> PeerMemory | None:
 def reserve(group: Any, device: torch.device, nbytes: int) -> PeerMemory | str:
     """The memory of a group for exchanges of ``nbytes``, or why there is none.
 
-    All processes of the group must ask for it alike. The first time, and where more is needed than
-    before, they wait for each other and for their devices.
+    All processes of the group must ask for it alike. The first time, where more is needed than
+    before, and after an op failed in an exchange, they wait for each other and for their devices.
     """
     if torch.compiler.is_compiling():
         return "torch.compile traces the call"
     found = reserved(group, device)
-    if isinstance(found, str) or (found is not None and found.nbytes >= nbytes):
+    if isinstance(found, str):
+        return found
+    if found is not None and found.nbytes >= nbytes and not found.abandoned:
         return found
     if torch.cuda.is_current_stream_capturing():
         return "there was no memory of this size before the call was captured"
     found = _make(group, device, -(-nbytes // _GRANULE) * _GRANULE)
     _memories.setdefault(group, {})[device] = found
     return found
+
+
+def abandon(group: Any) -> None:
+    """:meth:`PeerMemory.abandon` the memories of a group; of None there are none."""
+    for found in () if group is None else _memories.get(group, {}).values():
+        if isinstance(found, PeerMemory):
+            found.abandon()
 
 
 def _make(group: Any, device: torch.device, nbytes: int) -> PeerMemory | str:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from expert_parallel import Case, shared_memory
 
 import fusible as fz
-from fusible.ops import dispatch, exchange
+from fusible.ops import dispatch, exchange, peer_memory
 
 BF16 = torch.bfloat16
 OPTIONS = [
@@ -250,6 +250,112 @@ def by_memory_in_turns(name, group, rank, processes):
         assert torch.equal(got, want)
 
 
+class Fails(fz.Identity):
+    """A part of a shared expert that fails in the forward or the backward, while sums travel."""
+
+    at = ""
+
+    def forward_impl(self, ctx, input_):
+        if self.at == "forward":
+            raise ValueError("fails")
+        return super().forward_impl(ctx, input_)
+
+    def backward_impl(self, ctx, grad_output):
+        if self.at == "backward":
+            raise ValueError("fails")
+        return super().backward_impl(ctx, grad_output)
+
+
+def memory_after_failure(name, group, rank, processes):
+    """An op that fails in an exchange takes its memory with it; the next call gets other memory."""
+    case, device = Case("all", BF16), torch.device("cpu")
+    routed, fails = ep.block(case, group, rank, processes), Fails()
+    module = fz.Sequential(
+        fz.MakeExtraOutput().set_extra_output_channel(0, "tokens", output_to_caller=False),
+        *routed,
+        fz.Swap()
+        .set_extra_input_channel(0, "tokens")
+        .set_extra_output_channel(0, "routed", output_to_caller=False),
+        fails,
+        fz.AddExtraInput().set_extra_input_channel(0, "routed"),
+    )
+    x, probs, ids, dy = ep.tensors(case, rank, processes)
+    made = []
+
+    def make(*_):
+        made.append(shared_memory(group, rank, processes))
+        return made[-1]
+
+    def memory_for(*_):
+        return peer_memory.reserve(group, device, 1 << 20), ""
+
+    def run(at=""):
+        fails.at = at
+        y = module(x, probs, ids)
+        y = y[0] if isinstance(y, tuple) else y
+        return [y, *torch.autograd.grad(y, [x, probs, *module.parameters()], dy)]
+
+    with (
+        patch.object(exchange, "_reads_sizes", lambda _: False),
+        patch.object(exchange, "_memory_for", memory_for),
+        patch.object(peer_memory, "_make", make),
+        patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
+        patch.dict(peer_memory._memories.data, clear=True),
+    ):
+        wanted = run()
+        for count, at in enumerate(("forward", "backward"), 1):
+            with pytest.raises(ValueError, match="fails"):
+                run(at)
+            assert len(made) == count
+            assert made[-1]._in_use
+            begin = peer_memory.PeerMemory.begin
+            counted = {"autospec": True, "side_effect": begin}
+            with patch.object(peer_memory.PeerMemory, "begin", **counted) as exchanges:
+                again = run()
+            assert exchanges.call_count == 4
+            assert len(made) == count + 1
+            assert not made[-1]._in_use
+            for got, want in zip(again, wanted, strict=True):
+                assert torch.equal(got, want)
+        with pytest.raises(ValueError, match="expert_ids of Dispatch must be"):
+            routed(x[1:], probs, ids)
+        run()  # no exchange had begun
+        assert len(made) == 3
+
+
+def memory_asked_for(name, group, rank, processes):
+    """What a call asks for is enough for its four exchanges, also where no process has tokens."""
+    asks, gpu, made = exchange._memory_for, torch.device("cuda"), []
+
+    def make(group, device, nbytes):
+        made.append(shared_memory(group, rank, processes, nbytes))
+        return made[-1]
+
+    def memory_for(x, *given):
+        return asks(Mock(device=gpu, element_size=x.element_size, shape=x.shape), *given)
+
+    for options, tokens in (({}, 16), ({"weighted": True, "top_k": 1}, 16), ({}, 0)):
+        case = Case("all", BF16, **options)
+        module = ep.block(case, group, rank, processes)
+        x, probs, ids, dy = [t[:tokens] for t in ep.tensors(case, rank, processes)]
+        begin = peer_memory.PeerMemory.begin
+        counted = {"autospec": True, "side_effect": begin}
+        with (
+            patch.object(exchange, "_reads_sizes", lambda _: False),
+            patch.object(exchange, "_memory_for", memory_for),
+            patch.object(dispatch, "peer_memory", lambda *_: made[-1]),
+            patch.object(peer_memory, "_make", make),
+            patch.object(peer_memory, "_GRANULE", 256),
+            patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
+            patch.dict(peer_memory._memories.data, clear=True),
+            patch.object(peer_memory.PeerMemory, "begin", **counted) as exchanges,
+        ):
+            module(x, probs, ids)[0].backward(dy)
+        sizes = [call.args[1] for call in exchanges.call_args_list]
+        assert len(sizes) == 4
+        assert max(sizes) <= made[-1].nbytes
+
+
 def sent_bytes(name, group, rank, processes):
     """Of all exchanges but those of sizes, choices and weights: elements and scales, no more."""
     for mode in ("rows", "tokens", "all"):
@@ -297,6 +403,8 @@ BEHAVIOUR = {
         by_memory,
         by_collectives,
         by_memory_in_turns,
+        memory_after_failure,
+        memory_asked_for,
         sent_bytes,
     )
 }

@@ -1,8 +1,7 @@
 """CUDA implementations of the ops that route tokens and move rows, and their outputs.
 
-For arguments that the kernels do not support the functions
-return NotImplemented, and the definitions run, with the same bits except in dot products and
-scores.
+For arguments that the kernels do not support the functions return NotImplemented, and the
+definitions run, with the same bits except in dot products and scores.
 """
 
 from __future__ import annotations
