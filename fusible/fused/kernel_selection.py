@@ -55,15 +55,18 @@ def needs_sm90(*linears: Any) -> tuple[Condition, ...]:
 
 def needs_sm90_fp8(*linears: Any) -> tuple[Condition, ...]:
     """What the FP8 products of SM90 need of the machine, the recipe and linears."""
-    return (
-        equal(this.sm, sm90.ARCHITECTURE),
-        _CUTLASS,
+    formats = (
         one_of(this.scaling.input, *sm90.FP8_SCALING["input"]),
         one_of(this.scaling.weight, *sm90.FP8_SCALING["weight"]),
         # With an override there is none of a gradient: the backward multiplies BF16.
         where(this.backward_override, None, one_of(this.scaling.grad, *sm90.FP8_SCALING["grad"])),
-        NO_OVERRIDE,
+    )
+    return (
+        equal(this.sm, sm90.ARCHITECTURE),
+        _CUTLASS,
         equal(this.fp8_products, True, "set fp8_products=True in the recipe"),
+        *[where(this.fp8_products, True, need) for need in formats],
+        NO_OVERRIDE,
         *_sizes(sm90.FP8_MULTIPLE_OF, *linears),
     )
 

@@ -42,7 +42,13 @@ from fusible.ops.weights import quantize_weights, stack_weights
 from fusible.ops.wgrad import WeightGradient, grouped_gradient
 from fusible.recipes.formats import FP8_BLOCK
 from fusible.recipes.matrix import QuantizedMatrix
-from fusible.recipes.product import ProductKind, is_quantized, operand_values, quantize_operand
+from fusible.recipes.product import (
+    ProductKind,
+    is_quantized,
+    operand_values,
+    quantize_operand,
+    values,
+)
 from fusible.recipes.recipe import Recipe, Role
 from fusible.recipes.tensor import QuantizedTensor
 
@@ -71,6 +77,9 @@ class Sm90Fp8Kernels(GroupedKernels):
             "FP8, in all products: one launch quantizes an input or a gradient for its two "
             "products, one the weights"
         )
+        own, recipe = recipe, recipe.of_fp8_products
+        if own != recipe:
+            says += f", as under {recipe!r}"
         formats = [recipe.format(role) for role in ("input", "weight", "grad")]
         if any([fmt is None or fmt.block is None for fmt in formats]):
             return f"{says}, after another that finds the scales of whole groups and weights"
@@ -94,16 +103,17 @@ class Sm90Fp8Kernels(GroupedKernels):
         if isinstance(x, GroupedOperand):  # of `dglu`
             return x
         _, linear, ctx, groups, _ = call
+        recipe = ctx.recipe.of_fp8_products
         rows = [product for product in products if product != "wgrad"]
         columnwise, row = len(rows) < len(products), None
         if is_quantized(x):
             ends = None if linear.num_groups is None else groups
             if rows:
-                stored = quantize_operand(x, ctx.recipe, role, *rows, ends=ends).row
+                stored = quantize_operand(x, recipe, role, *rows, ends=ends).row
                 assert stored is not None
                 row, rows = ScaledMatrix(*map(as_2d, stored_operand(stored))), []
             if columnwise:
-                columns = quantize_operand(x, ctx.recipe, role, "wgrad", ends=ends)
+                columns = quantize_operand(x, recipe, role, "wgrad", ends=ends)
                 x = as_2d(operand_values(columns, "wgrad", role))
         later = columnwise and isinstance(x, GatheredRows) and x.regather
         if not (rows or columnwise):
@@ -185,7 +195,7 @@ class Sm90Fp8Kernels(GroupedKernels):
         A fused epilogue would take as long as both launches, and not quantize.
         """
         ctx, ends = call.ctx, call.ends
-        fmt = ctx.recipe.format("grad")
+        fmt = ctx.recipe.of_fp8_products.format("grad")
         assert fmt is not None
         made = quantize_glu_backward(
             self.data_grad(call, dy, weights, None),
@@ -220,7 +230,7 @@ def _operand(made: KMajor) -> GroupedOperand:
 def _quantized(x: Tensor | GatheredRows, call: LinearCall, role: Role, **uses: bool) -> KMajor:
     """Rows, gathered or as they are, for the products that read them, in one launch."""
     source, index = source_of(x)
-    fmt = call.ctx.recipe.format(role)
+    fmt = call.ctx.recipe.of_fp8_products.format(role)
     assert fmt is not None
     return quantize_k_major(source, fmt, ends=call.ends, index=index, **uses)
 
@@ -230,17 +240,24 @@ def quantize_weights_k_major(
 ) -> KMajor:
     """Weights ``[E, N, K]`` for the forward and, if it is taken, transposed for the data gradient.
 
-    Stored quantized ones are not quantized again, and copied once for their values.
+    Stored ones are not quantized again, and copied once for their values; those that are stored in
+    another format are quantized once for them.
     """
+    recipe = recipe.of_fp8_products
     fmt, columnwise = recipe.format("weight"), "dgrad" in products
     assert fmt is not None
-    if not any([isinstance(w, QuantizedTensor) for w in weights]):
-        weight = stacked([stack_weights(weights, dtype)])
-        return quantize_k_major(weight, fmt, rowwise=True, columnwise=columnwise)
+    quantized = [w for w in weights if isinstance(w, QuantizedTensor)]
+    if not any([w.format == fmt for w in quantized]):
+
+        def quantize() -> KMajor:
+            weight = stacked([stack_weights([*map(values, weights)], dtype)])
+            return quantize_k_major(weight, fmt, rowwise=True, columnwise=columnwise)
+
+        is_stored = len(quantized) == len(weights)
+        return cached_copy(quantized, (fmt, columnwise), quantize) if is_stored else quantize()
     stored = [w.row for w in quantize_weights(weights, recipe, dtype, ("forward",))]
     parts = [w.data for w in stored if w]
     scale = stacked([stack_weights([w.scale for w in stored if w], torch.float32)])
-    quantized = [w for w in weights if isinstance(w, QuantizedTensor)]
     held = [w.rowwise_data for w in quantized]
     # Else made now, from another format.
     is_held = len(held) == len(parts) and all([a is b for a, b in zip(held, parts, strict=True)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import ref
 
 import torch
@@ -40,6 +40,7 @@ def counting_steps() -> Iterator[None]:
         handle.remove()
 
 
+_T = TypeVar("_T")
 _Reference = ref[Tensor] | nn.Parameter | int
 
 
@@ -146,8 +147,8 @@ _copies = WeakIdKeyDictionary()  # of stored weights, by what the first one cons
 
 
 def cached_copy(
-    weights: Sequence[QuantizedTensor], what: str, make: Callable[[], Tensor]
-) -> Tensor:
+    weights: Sequence[QuantizedTensor], what: Hashable, make: Callable[[], _T]
+) -> _T:
     """The copy ``what`` of stored weights, made once for their values; freed with their memory.
 
     The caller promises nothing: every write to a quantized tensor, eager or compiled, changes its

@@ -104,6 +104,11 @@ class Recipe:
         """Return the format in which the backward reads an operand, by default ``format``'s."""
         return self.format(role)
 
+    @property
+    def of_fp8_products(self) -> Recipe:
+        """The recipe by whose formats the operands of Hopper's FP8 products are quantized."""
+        return self
+
     def over(self, start: int, stop: int) -> Recipe | None:
         """Return the recipe of ops ``start`` to ``stop`` of a run: this one."""
         return self
@@ -236,9 +241,20 @@ class MXFP8BlockScaling(_Scaling):
     _: KW_ONLY
     margin: int = 0
     enable_2d_quantization: bool = False
+    fp8_products: bool = False  # type: ignore[misc]
+    """On Hopper, linears, grouped linears, MLPs and experts multiply FP8 operands, which have one
+    power-of-two scale per 128 along the reduction, of weights per 128x128: those of
+    ``Float8BlockScaling()``. An element that is below 2^-6 of its new scale keeps fewer bits: its
+    error is at most 2^-10 of that scale, 2^-17 of the block's largest magnitude. By default, and
+    on other machines, products read the values of the recipe's own format."""
 
     name: ClassVar[str] = "mxfp8"
     only: ClassVar[tuple[str, ...]] = (*_Scaling.only, "margin", "enable_2d_quantization")
+
+    @property
+    def of_fp8_products(self) -> Recipe:
+        """Return that of blocks of 128, if ``fp8_products`` are on."""
+        return Float8BlockScaling(fp8_format=self.fp8_format) if self.fp8_products else self
 
     def _format(self, role: Role) -> NumberFormat:
         return mxfp8(self.fp8_format.element(role))
