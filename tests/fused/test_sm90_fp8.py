@@ -14,7 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusible as fz
 from fusible.kernels.sm90 import fp8_times
-from fusible.recipes import Float8BlockScaling, Float8CurrentScaling, Format, group_quantize
+from fusible.recipes import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MXFP8BlockScaling,
+    group_quantize,
+)
 from fusible.recipes.quantization import dequantize, quantize
 from fusible.testing import assume_target
 
@@ -27,6 +33,7 @@ RECIPES = {
     "e5m2": Float8BlockScaling(fp8_format=Format.E5M2),
     "current": CURRENT_FP8,
     "current, powers": Float8CurrentScaling(Format.E4M3, use_power_2_scales=True),
+    "mxfp8": MXFP8BlockScaling(fp8_products=True),
 }
 BF16 = torch.bfloat16
 SPLITS = torch.tensor(SIZES)
@@ -206,6 +213,10 @@ def test_every_product_is_a_launch_of_fp8(stored, single, column_major, recipe):
             forward(module, given, recipe=recipe)
     assert all(spec.scaled for spec in loaded if not isinstance(spec, str))
     assert launches(loaded) == ["glu", "glu", "store", "store", "store", "wgrad", "wgrad"]
+    # The columns of a group share its scale.
+    of_columns = "rows" if recipe is BLOCK_FP8 else "blocks"
+    gradients = [spec for spec in loaded if not isinstance(spec, str) and spec.kind == "wgrad"]
+    assert {spec.scaling for spec in gradients} == {of_columns}
     assert_equal_but_for_order(got, want)
 
 
@@ -411,7 +422,8 @@ def test_formats_of_ones_own(scale):
     assert "by grouped_mlp_sm90," in text
     assert (
         "scaling.weight must be one of fp8 with one float32 scale per 128x128, fp8 with one "
-        "float32 scale per matrix, got fp8 with one float8_e8m0fnu scale per 128x128"
+        "float32 scale per matrix where fp8_products is True, got fp8 with one float8_e8m0fnu "
+        "scale per 128x128"
     ) in text
 
 
@@ -438,9 +450,8 @@ def test_explain_says_what_multiplies_in_fp8():
         text = explained(module, *inputs(module), recipe=decoded, every_rule=True)
         assert "GroupedMLP by grouped_mlp_sm90," in text
         assert "fp8_products must be True, got False; set fp8_products=True in the" in text
-    decoded = explained(module, *inputs(module), recipe=fz.recipes.MXFP8BlockScaling())
+    decoded = explained(module, *inputs(module), recipe=MXFP8BlockScaling())
     assert "multiplies values of quantized operands, in BF16 on CUDA" in decoded
-    assert "grouped_mlp_sm90_fp8" not in decoded
 
 
 def test_explain_says_whether_bf16_would_be_faster():

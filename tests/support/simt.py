@@ -38,8 +38,8 @@ class Memory:
         return len(self.bytes) * _FIRST
 
     def _where(self, address, inside, size):
-        inside = np.broadcast_to(np.asarray(inside) != 0, np.shape(address))
-        at = np.asarray(address)[inside]
+        address, inside = np.broadcast_arrays(address, np.asarray(inside) != 0)
+        at = address[inside]
         assert (at % min(size, 16) == 0).all()
         tensors = np.unique(at // _FIRST)
         assert len(tensors) <= 1

@@ -119,6 +119,10 @@ def scales_of(spec: Spec, k: SimpleNamespace) -> tuple[Tensor | None, Tensor | N
     rows, reduced = (k.rows, k.depth) if spec.by_rows else (k.columns, k.rows)
     blocks = -(-reduced // 128)
     a = tensor_at(k.a_scales, (rows, blocks), torch.float32, (k.a_scale_pitch, k.a_scale_block))
+    if not spec.by_rows and spec.scaling == "blocks":
+        assert k.b_scale_group == k.b_scale_pitch == 0
+        strides = k.b_scale_block, 0
+        return a.t(), tensor_at(k.b_scales, (blocks, k.depth), torch.float32, strides)
     if not spec.by_rows:
         assert k.b_scale_pitch == 1
         assert k.b_scales % 16 == k.b_scale_block % 4 == 0

@@ -81,7 +81,7 @@ class KMajor(NamedTuple):
     ceil(columns / 128)]``."""
     column: ScaledMatrix | None
     """Data ``[padded, columns]``, a view of contiguous ``[columns, padded]``, and scales
-    ``[padded / 128, columns]``, where ``padded`` is ``padded_size(rows, groups, 128)``. Rows behind
+    ``[padded / 128, columns]``, of groups an expanded view of ``[padded / 128]``, where ``padded`` is ``padded_size(rows, groups, 128)``. Rows behind
     a group's end, up to a multiple of 128, are zero; what follows the last group's is not written.
     Of 128x128 blocks and whole matrices: contiguous data ``[..., columns, rows]``, scales
     transposed as well, a view."""
@@ -95,7 +95,7 @@ _L2_BYTES = 8 << 20
 Pieces = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """Contiguous ``[rows, columns]``, its scales as they are stored, the same of ``[columns, padded]``,
 and the padded ends. Empty where they are not wanted, or are the same. Of a whole matrix or group
-scales are stored for each row, and for each column and 128 padded rows."""
+scales are stored for each row, and for each 128 padded rows."""
 
 
 def quantize_k_major(
@@ -139,6 +139,8 @@ def as_operands(
     if rowwise:
         row = ScaledMatrix(row_data, row_scale)
     if columnwise and _pads_groups(fmt, grouped):
+        if fmt.block is None:
+            column_scale = column_scale.unsqueeze(-1).expand(-1, column_data.shape[0])
         column = ScaledMatrix(column_data.t(), column_scale)
     elif columnwise:
         column = ScaledMatrix(column_data, row_scale.mT)
@@ -240,8 +242,7 @@ def _quantized_columns(
     ends = padded_ends if fmt.block is None else None  # blocks end where groups do
     data, scale, *_ = quantize(padded, fmt, columnwise=True, ends=ends)
     if ends is not None:
-        of_blocks = scale[group_of_row(ends, len(padded))[::FP8_BLOCK]]
-        scale = of_blocks[:, None].expand(-1, padded.shape[1]).contiguous()
+        scale = scale[group_of_row(ends, len(padded))[::FP8_BLOCK]]
     return _transposed(data), scale
 
 
@@ -265,12 +266,14 @@ def outputs(given: KMajorInput, fmt: NumberFormat, rowwise: bool, columnwise: bo
     size, nothing = rows, (0,)
     row_scale: Sequence[int] = (*lead, (rows + FP8_BLOCK - 1) // FP8_BLOCK, blocks)
     column_scale: Sequence[int] = nothing
-    if fmt.block is None:
+    of_matrix = fmt.block is None
+    if of_matrix:
         row_scale = (*lead, rows)
     if _pads_groups(fmt, ends is not None):
         size = padded_size(rows, 1 if ends is None else ends.shape[0], FP8_BLOCK)
         row_scale = ((blocks, rows) if fmt.directional else row_scale) if rowwise else nothing
-        column_scale = (size // FP8_BLOCK, columns) if columnwise else nothing
+        column_scale = (size // FP8_BLOCK, columns)[: 1 if of_matrix else 2]
+        column_scale = column_scale if columnwise else nothing
     # Sizes one by one: PyTorch parses a tuple more slowly.
     new, element = x.new_empty, fmt.element.dtype
     return (

@@ -342,7 +342,9 @@ def _gradient_operands(
     blocks = x.shape[0] // FP8_BLOCK
     check_tensor("dy_scale", dy_scale, (blocks, shape[1]), torch.float32, x.device)
     check_tensor("x_scale", x_scale, (blocks, shape[2]), torch.float32, x.device)
-    dy, x, x_scale = _column_major(dy), _column_major(x), _aligned(x_scale)
+    dy, x = _column_major(dy), _column_major(x)
+    if x_scale.stride(1):  # TMA reads one for each column
+        x_scale = _aligned(x_scale)
     (dy_block, dy_pitch), (x_block, x_pitch) = dy_scale.stride(), x_scale.stride()
     addresses = dy_scale.data_ptr(), x_scale.data_ptr()
     scales = *addresses, dy_pitch, dy_block, 0, x_pitch, x_block

@@ -54,6 +54,8 @@ class _WgradKey(NamedTuple):
     pitches: tuple[int, int]
     out: tuple[tuple[int, ...], torch.dtype, bool] | None
     accumulate: bool
+    same_scale: bool
+    """The columns of FP8 operand B share the scale of a block of rows."""
 
 
 class WeightProducts:
@@ -143,7 +145,8 @@ class WeightProducts:
 
     def _wgrad_launch(self, *key: object) -> Launch:
         """The launch of a weight gradient, made once."""
-        columns, depth, pitches, out, accumulate = given = _WgradKey(*key)  # type: ignore[arg-type]
+        given = _WgradKey(*key)  # type: ignore[arg-type]
+        columns, depth, pitches, out, accumulate, same_scale = given
         strides, out_dtype, separate = out or (
             (columns * depth, depth, 1),
             self.value_dtype,
@@ -154,7 +157,7 @@ class WeightProducts:
             self._tile("wgrad", columns, depth),
             dtype=self._a_dtype,
             b_dtype=self._b_dtype if self._scaled else "",
-            scaling="rows" if self._scaled else "",
+            scaling=("blocks" if same_scale else "rows") if self._scaled else "",
             table=separate,
             out_dtype=DTYPE_NAMES[out_dtype],
             accumulate=accumulate,
@@ -331,7 +334,8 @@ class WeightProducts:
         (rows, columns), depth, into = a.shape, b.shape[1], None
         if out is not None:
             into = out.strides, out_dtype, out.pointers is not None
-        key = columns, depth, pitches, into, accumulate
+        same_scale = operand_scales[-2] == 0  # the distance of those of two columns
+        key = columns, depth, pitches, into, accumulate, same_scale
         launch = self._launches.get(key) or self._wgrad_launch(*key)
         if out is not None:
             address, table, dw = out.address, out.table(self._device), None

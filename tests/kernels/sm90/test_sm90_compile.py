@@ -104,8 +104,10 @@ def fp8_variants(kind, tile):
         into = {"out_dtype": "float32", "accumulate": True, "table": True}
         yield {**FP8, "scaling": "rows", **into}
         yield {**FP8, "scaling": "rows", "dtype": "float8_e5m2", "b_dtype": "float8_e4m3fn"}
+        yield {**FP8, "scaling": "blocks", **into}
         if usual:
             yield {**FP8, "scaling": "rows"}
+            yield {**FP8, "scaling": "blocks"}
 
 
 KERNELS = [

@@ -86,21 +86,20 @@ def _matrix_scale(tile, amax, spec):
     return numbers.encode_scale(largest, None, spec.format)
 
 
-def _matrix_factors(matrix_scale, tile, columns, out, spec):
+def _matrix_factors(matrix_scale, tile, out, spec):
     """The factors of a thread's columns in a group or matrix, whose scale is stored.
 
-    That of groups is stored for both uses; of matrices, that of each row is enough.
+    That of groups is stored for each row and for each block; of matrices, for each row.
     """
     scale, factor = matrix_scale
     own = cute.arch.lane_idx() % spec.lanes
+    first = tile.column < spec.lanes * spec.vector
     if spec.rowwise or not spec.grouped:
-        first = tile.column < spec.lanes * spec.vector
         inside = Int32(Boolean(own < tile.count) & first)
         bits.store(out.row_scale + Int64(tile.first + own) * 4, [scale], inside)
     if spec.columnwise and spec.grouped:
-        offset = Int64(tile.block) * Int64(columns) + Int64(tile.column)
-        inside = tile.in_columns & (tile.part == 0) & (tile.block * spec.rows < out.col_pitch)
-        bits.store(out.col_scale + offset * 4, [scale] * spec.vector, Int32(inside))
+        inside = first & (own == 0) & (tile.part == 0) & (tile.block * spec.rows < out.col_pitch)
+        bits.store(out.col_scale + Int64(tile.block) * 4, [scale], Int32(inside))
     return [factor] * spec.vector
 
 
@@ -193,7 +192,7 @@ def store_block(words, tile, rows, columns, matrix_rows, out, spec, matrix_scale
     """
     of_columns = None
     if spec.has_matrix_scales:
-        of_columns = _matrix_factors(matrix_scale, tile, columns, out, spec)
+        of_columns = _matrix_factors(matrix_scale, tile, out, spec)
     elif not spec.format.directional:
         of_columns = square_factors(words, tile, columns, out.row_scale, spec).to_element
     elif spec.columnwise:

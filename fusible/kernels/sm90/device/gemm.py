@@ -106,7 +106,7 @@ class GroupedGemm:
         [columns, total_rows] and ``b`` [depth, total_rows], contiguous, and groups end at multiples
         of 128 rows. Row ``i`` of operand A has the scale ``a_scales[i * a_scale_pitch + k *
         a_scale_block]`` for the k-th 128 of the reduction; so have rows of B (pitch 1), or each 128
-        of the rows of a group's.
+        of the rows of a group's (where the reduction is grouped, of all).
         """
         spec, tile = self.spec, self.tile
         a_pitch, b_pitch = (
@@ -180,7 +180,8 @@ class GroupedGemm:
                 of_columns = self._matrix(b_scales, (depth, blocks), (1, pitch), Float32)
                 load_scales = self._load(of_columns, layout_scales, (tile.n, 1), 1)
             else:
-                across = cute.ceil_div(weight_rows, FP8_BLOCK)
+                b_rows = weight_rows if const_expr(spec.by_rows) else depth
+                across = cute.ceil_div(b_rows, FP8_BLOCK)
                 of_b = self._scale_tensor(
                     b_scales,
                     (groups, across, blocks),
