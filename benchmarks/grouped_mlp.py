@@ -274,6 +274,7 @@ RECIPES = {
     "fp8_block": fz.recipes.Float8BlockScaling(),
     "fp8_block_decoded": fz.recipes.Float8BlockScaling(fp8_products=False),
     "mxfp8": fz.recipes.MXFP8BlockScaling(),
+    "mxfp8_fp8": fz.recipes.MXFP8BlockScaling(fp8_products=True),
     "fp8_current": fz.recipes.Float8CurrentScaling(),
     "fp8_current_decoded": fz.recipes.Float8CurrentScaling(fp8_products=False),
     "nvfp4": fz.recipes.NVFP4BlockScaling(

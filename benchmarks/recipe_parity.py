@@ -9,7 +9,7 @@ CUDA and in FP32 on the CPU, where the model is smaller. The runs of a seed star
 parameters and read the same bytes in the same order. So formats are compared seed by seed: by the
 mean of the differences of the final held-out losses, in percent, and by their spread (the sample
 standard deviation), which must be small enough for that mean to say something; more steps make it
-smaller. On Hopper "fp8_block" must multiply in FP8. Prints plans and differences; writes the
+smaller. On Hopper `FP8_PRODUCTS` must multiply in FP8. Prints plans and differences; writes the
 numbers and one picture of the curves.
 """
 
@@ -40,10 +40,12 @@ import fusible  # noqa: E402 - with the example
 
 RECIPES = {
     **moe_block.RECIPES,
+    "mxfp8_fp8": fusible.recipes.MXFP8BlockScaling(fp8_products=True),
     "nvfp4_plain": fusible.recipes.NVFP4BlockScaling(
         disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True
     ),
 }
+FP8_PRODUCTS = "fp8_block", "fp8_current", "mxfp8_fp8"  # on Hopper
 SMALL = ["--steps=300", "--layers=1", "--experts=4", "--context=64", "--batch=8"]  # for the CPU
 LARGE = ["--steps=2000", "--batch=128", "--learning-rate=2e-3"]  # for CUDA
 TARGETS = {"nvfp4_plain": 3.0}  # percent; the others' is 1
@@ -93,8 +95,8 @@ def check_plans(name: str, plans: Sequence[Any]) -> None:
         raise RuntimeError(f"the MoE block must have run under {name}, got {recipes}")
     fired = [rule for plan in plans for rule in plan.fired]
     in_fp8 = any(rule.endswith("_sm90_fp8") for rule in fired)
-    if on == {"sm90"} and in_fp8 != (name == "fp8_block"):
-        meant = "in FP8" if name == "fp8_block" else "of decoded operands"
+    if on == {"sm90"} and in_fp8 != (name in FP8_PRODUCTS):
+        meant = "in FP8" if name in FP8_PRODUCTS else "of decoded operands"
         raise RuntimeError(f"products under {name} must be {meant} on Hopper, got {fired}")
 
 

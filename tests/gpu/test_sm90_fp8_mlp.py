@@ -16,7 +16,7 @@ from checks import graph_of, hopper, launched, never_waiting
 from number_formats import BLOCK_FP8, CURRENT_FP8, each_fp8_recipe
 
 import fusible as fz
-from fusible.recipes import Float8BlockScaling, Format, group_quantize
+from fusible.recipes import Float8BlockScaling, Format, MXFP8BlockScaling, group_quantize
 from fusible.testing import assume_target
 
 pytestmark = hopper
@@ -29,6 +29,7 @@ RECIPES = {
     "hybrid": Float8BlockScaling(fp8_format=Format.HYBRID),
     "fp32 scales": Float8BlockScaling(use_f32_scales=True),
     "current": CURRENT_FP8,
+    "mxfp8": MXFP8BlockScaling(fp8_products=True),
 }
 BF16 = torch.bfloat16
 # A value that BF16 rounds otherwise turns the rounding of some quantized ones, of two operands.

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -63,14 +64,15 @@ def test_differences_are_paired_by_seed():
     assert rows["mxfp8"]["curves"][1] == [(0, 8.0), (5, 2.02)]
 
 
-def test_fp8_products_are_needed_on_hopper(text, monkeypatch):
+@pytest.mark.parametrize("name", recipe_parity.FP8_PRODUCTS)
+def test_fp8_products_are_needed_on_hopper(name, text, monkeypatch):
     run = 0, [*TINY, "--steps=1"], text
     with assume_target("sm90"):
-        recipe_parity.train("fp8_block", *run)
-        decoded = fz.recipes.Float8BlockScaling(fp8_products=False)
-        monkeypatch.setitem(recipe_parity.RECIPES, "fp8_block", decoded)
-        with pytest.raises(RuntimeError, match="products under fp8_block must be in FP8"):
-            recipe_parity.train("fp8_block", *run)
+        recipe_parity.train(name, *run)
+        decoded = replace(recipe_parity.RECIPES[name], fp8_products=False)
+        monkeypatch.setitem(recipe_parity.RECIPES, name, decoded)
+        with pytest.raises(RuntimeError, match=f"products under {name} must be in FP8"):
+            recipe_parity.train(name, *run)
 
 
 def test_all_seeds_and_files(tmp_path, monkeypatch, capfd):
