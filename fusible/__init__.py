@@ -22,6 +22,7 @@ from fusible.fused import RULES
 from fusible.fuser.explain import Explanation, explain
 from fusible.fuser.plan import NotFused, Plan
 from fusible.fuser.registry import register_rule, registry, unregister_rule
+from fusible.fuser.saved_rows import SavedRowsPool
 from fusible.fuser.target import Target
 from fusible.kernels.grouped import checking
 from fusible.names import did_you_mean
@@ -107,6 +108,7 @@ __all__ = [
     "Plan",
     "QuantizedTensor",
     "Quantizer",
+    "SavedRowsPool",
     "Target",
     "autocast",
     "checking",

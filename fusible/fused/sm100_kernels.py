@@ -207,6 +207,10 @@ class Sm100Kernels(GroupedKernels):
             scales = torch.ones(rows, dtype=torch.float32, device=padded.ends.device)
         return aligned(padding.pad_rows(scales.reshape(-1).float(), padded))
 
+    def preact_ends(self, call: LinearCall) -> Tensor:
+        """See `GroupedKernels`: those of padded groups."""
+        return call.groups.ends
+
     def glu(
         self,
         call: LinearCall,

@@ -34,6 +34,9 @@ class OperationContext:
             parametrization once more.
         leaves: in the backward of an op that ``accumulates_grads``, the parameters that the forward
             used, None in the place of one that is computed; never while compiling.
+        grouped_rows: in the forward, places of rows ``[M, F]`` among ``to_save`` of which the
+            backward reads none past the last group, that is those of ``row_ends``.
+        row_ends: in the forward, the end row of each group, int32 ``[E]``.
         saved_tensors: in the backward, what the forward saved.
         to_save: in the forward, what it has saved so far.
         grad_quantizer: how the previous op wants the gradient that this one gives; None for as it
@@ -68,6 +71,8 @@ class OperationContext:
     parameters: Sequence[Tensor]
     leaves: Sequence[Tensor | None]
     to_save: tuple[Tensor | None, ...] = ()
+    grouped_rows: tuple[int, ...] = ()
+    row_ends: Tensor | None = None
     saved_tensors: tuple[Any, ...]
     dtype: Any = None
     grad_quantizer: Any = None
@@ -110,7 +115,13 @@ class OperationContext:
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         """Save tensors for the backward; called in the forward, the last call counts."""
-        self.to_save = tensors
+        self.to_save, self.grouped_rows, self.row_ends = tensors, (), None
+
+    def save_rows_for_backward(
+        self, ends: Tensor, places: Sequence[int], *tensors: Tensor | None
+    ) -> None:
+        """Save tensors, at ``places`` ``grouped_rows`` of groups up to ``ends``."""
+        self.to_save, self.grouped_rows, self.row_ends = tensors, tuple(places), ends
 
     def autocast(self, device_type: str) -> AbstractContextManager[Any]:
         """``torch.autocast`` as in the forward, for a backward that computes a part of it again."""

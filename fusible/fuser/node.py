@@ -15,6 +15,7 @@ from fusible.fuser.context import OperationContext
 from fusible.fuser.error_notes import note_place
 from fusible.fuser.memory import AliasTracker, InputAliasTracker, check_grad_input, returned_grad
 from fusible.fuser.overlap import complete_output
+from fusible.fuser.saved_rows import active_pool, with_rows
 from fusible.fuser.schedule import Kwargs, Schedule, ScheduledStep, outside_autocast
 from fusible.fuser.tracing import hooks_hold_saved
 from fusible.fuser.wiring import CALLER
@@ -209,15 +210,17 @@ class RunFunction(torch.autograd.Function):
         outputs, contexts = run_forward(schedule, operands, kwargs)
         saved: list[Tensor | None] = []
         # The contexts outlive the forward: only autograd may keep tensors.
-        states = []
+        states, pool = [], active_pool()
         for context in contexts:
-            first = len(saved)
+            first, rows = len(saved), {}
             if context.requires_grad:
-                saved.extend(context.to_save)
+                rows = {} if pool is None else pool.save(context)
+                saved.extend([None if i in rows else t for i, t in enumerate(context.to_save)])
             context.parameters, context.to_save, context.memo = (), (), {}
+            context.row_ends = None
             if kwargs is not None:
                 context.kwargs = {}
-            states.append((first, len(saved), context))
+            states.append((first, len(saved), context, rows))
         fctx.save_for_backward(*saved)
         checks_memory = slots is None and (schedule.writes_grads or kwargs is not None)
         fctx.call = schedule, slots, states, checks_memory
@@ -242,7 +245,10 @@ class RunFunction(torch.autograd.Function):
         schedule, slots, states, checks_memory = fctx.call
         saved = fctx.saved_tensors
         # New contexts: nothing that the forward made is changed, so that a second backward works.
-        contexts = [context.for_backward(saved[first:last]) for first, last, context in states]
+        contexts = [
+            context.for_backward(with_rows(saved[first:last], rows))
+            for first, last, context, rows in states
+        ]
         if slots is None:
             for i in schedule.accumulating:
                 nodes = fctx.next_functions[schedule.params[i]]

@@ -20,6 +20,7 @@ from fusible.calls import is_intercepted
 from fusible.formulas import cast
 from fusible.fuser.plan import GradNeeds
 from fusible.fuser.plan_key import PlanKey
+from fusible.fuser.saved_rows import active_pool
 from fusible.fuser.tracing import keeps_graph
 from fusible.kernels import grouped
 from fusible.kernels.sm90 import limits, tiles
@@ -163,7 +164,7 @@ class _FastPath:
 
         ``vectors`` are tensors of any dtype with the number of their elements.
         """
-        if is_intercepted() or grouped.checks_enabled():
+        if is_intercepted() or grouped.checks_enabled() or active_pool() is not None:
             return False
         dtype, device = self._dtype, self._device
         for tensors, shape, step in dense:

@@ -275,6 +275,10 @@ class GroupedKernels:
         """Whether the second linear saves the activation; otherwise `dglu` recomputes it."""
         return ctx.quantizes and not act.activation_recompute_in_mlp
 
+    def preact_ends(self, call: LinearCall) -> Tensor:
+        """End rows of the groups in the pre-activation of `glu`, int32 ``[E]``."""
+        return call.ends
+
     def row_scales(self, call: LinearCall, scales: Tensor | None) -> Tensor | None:
         """Row scales of the activation, or None, as `glu` and `dglu` take and ops save them."""
         if scales is None or (scales.dim() == 1 and scales.is_contiguous()):

@@ -322,8 +322,11 @@ class GroupedLinear(WeightedOperation):
     def save(self, call: LinearCall, x: Any, row_scale: Tensor | None, weights: Any) -> None:
         """See :class:`WeightedOperation`."""
         kernels, _, ctx, ends, groups = call
-        ctx.save_for_backward(
-            *kernels.saved_rows(ctx, x),
+        rows = kernels.saved_rows(ctx, x)
+        ctx.save_rows_for_backward(
+            ends,
+            [0] if len(rows) == 1 else [],  # `[rows, features]`, if not quantized
+            *rows,
             ends,
             row_scale,
             *kernels.saved_groups(groups),

@@ -146,9 +146,7 @@ def _stream(device: torch.device) -> tuple[torch.device, int]:
 _copies = WeakIdKeyDictionary()  # of stored weights, by what the first one consists of
 
 
-def cached_copy(
-    weights: Sequence[QuantizedTensor], what: Hashable, make: Callable[[], _T]
-) -> _T:
+def cached_copy(weights: Sequence[QuantizedTensor], what: Hashable, make: Callable[[], _T]) -> _T:
     """The copy ``what`` of stored weights, made once for their values; freed with their memory.
 
     The caller promises nothing: every write to a quantized tensor, eager or compiled, changes its

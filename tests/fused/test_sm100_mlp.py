@@ -117,6 +117,20 @@ def test_operands_that_begin_anywhere(recipe, splits, single):
     assert module.plan.fired == ("grouped_mlp_sm100",)
 
 
+@each_recipe
+@pytest.mark.parametrize("splits", ["ragged", "whole tiles", "all empty", "no tokens"])
+def test_pre_activations_in_a_pool(recipe, splits):
+    """They are of padded groups."""
+    module, given = mlp(3), inputs(*SPLITS[splits])
+    want, pool = run(module, given, recipe), fz.SavedRowsPool(1 << 20, "cpu")
+    with pool:
+        got = run(module, given, recipe)
+    ref.assert_equal(got, want)
+    assert module.plan.fired == ("grouped_mlp_sm100",)
+    padded = sum(-(-size // 256) * 256 for size in SPLITS[splits][1])
+    assert pool.peak_bytes() == padded * 4 * INNER
+
+
 # --- what the kernels say they compute, from unpadded, unpacked operands --------------------------
 
 

@@ -81,10 +81,10 @@ class KMajor(NamedTuple):
     ceil(columns / 128)]``."""
     column: ScaledMatrix | None
     """Data ``[padded, columns]``, a view of contiguous ``[columns, padded]``, and scales
-    ``[padded / 128, columns]``, of groups an expanded view of ``[padded / 128]``, where ``padded`` is ``padded_size(rows, groups, 128)``. Rows behind
-    a group's end, up to a multiple of 128, are zero; what follows the last group's is not written.
-    Of 128x128 blocks and whole matrices: contiguous data ``[..., columns, rows]``, scales
-    transposed as well, a view."""
+    ``[padded / 128, columns]``, of groups an expanded view of ``[padded / 128]``; ``padded`` is
+    ``padded_size(rows, groups, 128)``. Rows behind a group's end, up to a multiple of 128, are
+    zero; what follows the last group's is not written. Of 128x128 blocks and whole matrices:
+    contiguous data ``[..., columns, rows]``, scales transposed as well, a view."""
     padded_ends: Tensor | None
     """Int32 ``[groups]``, end rows of the padded groups; None without groups."""
 

@@ -1,0 +1,144 @@
+"""Saved rows of many layers in one buffer, which takes the rows that groups have."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from types import TracebackType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusible.fuser.context import OperationContext
+from fusible.kernels.saved_rows import LINE, header_size, restore, save, supports_rows
+
+_COPIES = 4096  # of a step
+
+
+class SavedRowsPool:
+    """A buffer for what grouped linears and MLPs save of their rows.
+
+    Rows ``[M, F]`` are allocated for the most that a routing can give, which a CUDA graph cannot
+    change; ``split_sizes`` say on the device how many there are. A forward inside ``with pool:``
+    copies those of a linear's input and of an MLP's pre-activation, one behind another, to the
+    pool, and its backward copies them back. So what is saved takes the memory of the rows that
+    there are, and two copies of time. Nothing synchronises with the host. Outputs and gradients
+    have the same bits.
+
+    ::
+
+        pool = fusible.SavedRowsPool(2 << 30)
+        for tokens in batches:  # or in a captured CUDA graph
+            with pool:
+                loss = model(tokens)
+            loss.backward()
+        assert not pool.overflowed()  # synchronises
+
+    ``with pool:`` begins a step: all forwards of it are inside, and their backwards run before the
+    next one begins, else they raise RuntimeError. Where rows do not fit, they come back as NaN, and
+    so do the gradients; `overflowed` says so, and `peak_bytes` how large the pool must be.
+
+    Saved as without a pool are: rows under a recipe (pre-activations are in the pool), inputs that
+    are computed again in the backward, activations that are ops of their own, tensors on other
+    devices, rows of no multiple of 16 bytes, and everything where ``torch.compile`` traces.
+    ``saved_tensors_hooks`` do not see what is in the pool.
+
+    Args:
+        num_bytes: Size of the buffer, which is allocated here.
+        device: Its device, by default the current CUDA device, or the CPU without one.
+
+    Raises:
+        ValueError: ``num_bytes`` is not positive.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device | str | None = None) -> None:
+        if num_bytes < 1:
+            raise ValueError(f"num_bytes must be positive, got {num_bytes}")
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._lines = -(-num_bytes // LINE)
+        header = header_size(_COPIES)
+        self._memory = torch.empty(header + (self._lines + 1) * LINE, dtype=torch.uint8,
+                                   device=device)  # fmt: skip
+        self._memory[:header].zero_()
+        self._step = self._used = 0
+
+    def __enter__(self) -> SavedRowsPool:
+        if _active.pool is not None:
+            raise RuntimeError("a SavedRowsPool must not be entered inside another, or twice")
+        self._step, self._used = self._step + 1, 0
+        _active.pool = self
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        _active.pool = None
+
+    def peak_bytes(self) -> int:
+        """Return the most bytes that the rows of a step have needed; synchronises."""
+        return int(self._memory[:4].view(torch.int32)) * LINE
+
+    def overflowed(self) -> bool:
+        """Return whether the rows of a step did not fit; synchronises."""
+        return self.peak_bytes() > self._lines * LINE
+
+    def save(self, context: OperationContext) -> dict[int, SavedRows]:
+        """Copy what an op has saved of its rows; by place among what it saves."""
+        ends, found = context.row_ends, {}
+        for place in () if ends is None else context.grouped_rows:
+            rows = context.to_save[place]
+            fits = rows is not None and rows.device == self._memory.device and supports_rows(rows)
+            if rows is None or ends is None or not fits or self._used == _COPIES:
+                continue
+            save(self._memory, rows, ends, self._used, _COPIES)
+            found[place] = SavedRows(self, self._step, self._used, rows.shape, rows.dtype, ends)
+            self._used += 1
+        return found
+
+    def restore(self, saved: SavedRows) -> Tensor:
+        """The rows of a step that is still this one."""
+        if saved.step != self._step:
+            raise RuntimeError(
+                "a backward must run before its SavedRowsPool is entered again, got one of step "
+                f"{saved.step} in step {self._step}; enter the pool once around all forwards of a "
+                "step"
+            )
+        memory, given = self._memory, (saved.copy, _COPIES, saved.shape, saved.dtype)
+        return restore(memory, saved.ends, *given)
+
+
+class SavedRows(NamedTuple):
+    """Rows in a pool."""
+
+    pool: SavedRowsPool
+    step: int
+    copy: int
+    shape: torch.Size
+    dtype: torch.dtype
+    ends: Tensor
+
+
+class _Active(threading.local):
+    pool: SavedRowsPool | None = None
+
+
+_active = _Active()
+
+
+def active_pool() -> SavedRowsPool | None:
+    """The pool in which this thread saves; None where ``torch.compile`` traces."""
+    return None if torch.compiler.is_compiling() else _active.pool
+
+
+def with_rows(
+    saved: Sequence[Tensor | None], rows: dict[int, SavedRows]
+) -> tuple[Tensor | None, ...]:
+    """What an op has saved, with its rows from the pool."""
+    if not rows:
+        return tuple(saved)
+    return tuple([rows[i].pool.restore(rows[i]) if i in rows else t for i, t in enumerate(saved)])

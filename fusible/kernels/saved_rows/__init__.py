@@ -1,0 +1,154 @@
+"""Copies of the rows that groups have, one behind another in one buffer, and back.
+
+The buffer is bytes: a header of int32 numbers, then lines of 128 bytes. ``header[0]`` is the most
+lines that were ever needed, ``header[1 + i]`` the line where copy ``i`` begins and the one before
+it ends. How many rows are copied is read on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import NotImplementedType
+
+import torch
+from torch import Tensor
+
+from fusible.kernels.runtime.gpu import multiprocessors, runs_kernels
+from fusible.kernels.runtime.launch import launch
+from fusible.library import define
+
+LINE, UNIT = 128, 16
+"""Bytes at which a copy begins, and that a thread copies at once."""
+
+_MIN_SM = 80
+_INDEX = 2**31 - 2**20  # the limit of 32-bit indices, less what a grid may run past the end
+_BLOCKS = 8  # thread blocks for each multiprocessor
+
+
+def supports_rows(t: Tensor) -> bool:
+    """Whether rows ``[M, F]`` can be copied: contiguous, of a multiple of 16 bytes each."""
+    return (
+        t.dim() == 2
+        and t.is_contiguous()
+        and t.shape[1] * t.element_size() % UNIT == 0
+        and 0 < t.numel() * t.element_size() // UNIT < _INDEX
+    )
+
+
+def _numbers(memory: Tensor, copies: int) -> tuple[Tensor, Tensor, int]:
+    """The header and the units of a buffer, and how many lines its copies may use."""
+    header, lines = memory[: header_size(copies)].view(torch.int32), memory[header_size(copies) :]
+    return header, lines.view(-1, UNIT), len(lines) // LINE - 1
+
+
+def header_size(copies: int) -> int:
+    """The bytes of a header for so many copies, whole lines."""
+    return -(-4 * (copies + 2) // LINE) * LINE
+
+
+def _places(
+    memory: Tensor, units: int, row_units: int, ends: Tensor, copy: int, copies: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Where each of ``units`` is in the buffer, whether it is of a group, and the line behind all.
+
+    Those of no group, and of a copy without room, are where the buffer ends.
+    """
+    header, parts, capacity = _numbers(memory, copies)
+    start, own = header[1 + copy].long(), torch.arange(units, device=memory.device)
+    count = ends[-1].long().clamp(max=units // row_units) * row_units
+    stop = start + (count * UNIT + LINE - 1) // LINE
+    fits = stop <= capacity
+    place = torch.where(fits & (own < count), start * (LINE // UNIT) + own, len(parts) - 1)
+    return place, own < count, stop
+
+
+def save_rows(out: Tensor, rows: Tensor, ends: Tensor, copy: int, copies: int) -> None:
+    """Copy ``rows`` up to the last of ``ends`` to the buffer ``out`` as its copy ``copy``.
+
+    ``rows`` ``[M, F]`` are contiguous, of a multiple of 16 bytes each; ``ends`` int32 ``[E]``. The
+    buffer has one line more than its copies may use. Rows that do not fit are not copied.
+    """
+    units = rows.view(torch.uint8).view(-1, UNIT)
+    header, parts, _ = _numbers(out, copies)
+    place, _, stop = _places(out, len(units), len(units) // len(rows), ends, copy, copies)
+    header[2 + copy] = stop
+    header[0] = torch.maximum(header[0], stop)
+    parts.index_copy_(0, place, units)
+
+
+def restore_rows(
+    memory: Tensor,
+    ends: Tensor,
+    copy: int,
+    copies: int,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+) -> Tensor:
+    """The rows that `save_rows` copied, ``[M, F]``, with zeros behind the last group.
+
+    All bits of a copy that did not fit are set, which is NaN in every floating-point format.
+    """
+    made = _restored(memory, ends, copy, copies, shape, dtype)
+    _, parts, capacity = _numbers(memory, copies)
+    units = made.view(torch.uint8).view(-1, UNIT)
+    place, inside, stop = _places(memory, len(units), len(units) // shape[0], ends, copy, copies)
+    found = torch.where(stop <= capacity, parts[place], 255)
+    units.copy_(torch.where(inside[:, None], found, 0))
+    return made
+
+
+def _restored(
+    memory: Tensor,
+    ends: Tensor,
+    copy: int,
+    copies: int,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+) -> Tensor:
+    return memory.new_empty(tuple(shape), dtype=dtype)
+
+
+def _launch(name: str, memory: Tensor, rows: Tensor, ends: Tensor, copy: int, copies: int) -> None:
+    header = header_size(copies)
+    row_units = rows.shape[1] * rows.element_size() // UNIT
+    per_block = 4 * 256 * UNIT
+    blocks = min(
+        _BLOCKS * multiprocessors(rows.device),
+        -(-rows.numel() * rows.element_size() // per_block),
+    )
+    lines = (memory.numel() - header) // LINE - 1
+    sizes = rows.shape[0], row_units, ends.shape[0], copy, header, lines, blocks
+    launch(f"saved_rows.copy.{name}", (), rows.device, memory, rows, ends, *sizes)
+
+
+def _fits(t: Tensor, *others: Tensor) -> bool:
+    aligned = all([other.data_ptr() % UNIT == 0 for other in (t, *others)])
+    return aligned and runs_kernels(t.device, _MIN_SM)
+
+
+def _save_on_cuda(
+    out: Tensor, rows: Tensor, ends: Tensor, copy: int, copies: int
+) -> NotImplementedType | None:
+    if not (_fits(out, rows) and ends.dtype == torch.int32 and ends.is_contiguous()):
+        return NotImplemented
+    _launch("save", out, rows, ends, copy, copies)
+    return None
+
+
+def _restore_on_cuda(
+    memory: Tensor,
+    ends: Tensor,
+    copy: int,
+    copies: int,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+) -> Tensor | NotImplementedType:
+    if not (_fits(memory) and ends.dtype == torch.int32 and ends.is_contiguous()):
+        return NotImplemented
+    made = _restored(memory, ends, copy, copies, shape, dtype)
+    _launch("restore", memory, made, ends, copy, copies)
+    return made
+
+
+save = define(save_rows, None, [_save_on_cuda])
+restore = define(restore_rows, _restored, [_restore_on_cuda])
