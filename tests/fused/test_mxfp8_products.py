@@ -76,16 +76,18 @@ def test_numbers_are_those_of_blocks_of_128(kind, fmt):
 
 
 @pytest.mark.parametrize("single", [True, False], ids=["single", "separate"])
+@pytest.mark.parametrize("recipe", [MX, Float8BlockScaling()], ids=["mxfp8", "fp8_block"])
 @pytest.mark.parametrize("usage", ["training", "inference"])
-def test_stored_weights_are_quantized_once_for_their_values(single, usage):
+def test_stored_weights_are_quantized_once_for_their_values(single, usage, recipe):
+    """Those that are stored in MXFP8, under either recipe."""
     torch.manual_seed(0)
     options = {"bias": False, "single_grouped_weight": single}
     module = fz.quantize_(randomized(mlp(**options)), MX, usage=usage)
     like = dequantized(module, mlp(**options))
     given, dy = inputs(like), integers(ROWS, HIDDEN)
     want = step(like, Float8BlockScaling(), given, dy)
-    ref.assert_equal(step(module, MX, given, dy), want)
-    y, made = forward(module, given, recipe=MX)
+    ref.assert_equal(step(module, recipe, given, dy), want)
+    y, made = forward(module, given, recipe=recipe)
     assert made == [BOTH, BOTH]
     assert backward(y) == [BOTH, BOTH]
     with torch.no_grad():
@@ -93,10 +95,10 @@ def test_stored_weights_are_quantized_once_for_their_values(single, usage):
             p.copy_(p.dequantize() * 2)
         dequantized(module, like)
     want = step(like, Float8BlockScaling(), given, dy)
-    ref.assert_equal(step(module, MX, given, dy), want)
+    ref.assert_equal(step(module, recipe, given, dy), want)
     with torch.no_grad():
-        forward(module, given, recipe=MX)
-        assert forward(module, given, recipe=MX)[1] == [ROW, ROW]
+        forward(module, given, recipe=recipe)
+        assert forward(module, given, recipe=recipe)[1] == [ROW, ROW]
 
 
 def test_reused_weights_are_quantized_once():

@@ -25,7 +25,7 @@ from test_sm90_fp8 import (
 )
 
 import fusible as fz
-from fusible.recipes import Float8BlockScaling, MXFP8BlockScaling
+from fusible.recipes import Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from fusible.recipes.quantization import dequantize, quantize
 
 FEATURES, ROWS = 144, 269
@@ -229,7 +229,10 @@ def test_explain_says_what_multiplies_in_fp8():
     text = explained(linear(), given())
     assert f"kernels: {FIRED}\n" in text
     assert "multiplies FP8, in all products" in text
-    text = explained(linear(), given(), recipe=MXFP8BlockScaling(), every_rule=True)
+    text = explained(linear(), given(), recipe=MXFP8BlockScaling())
+    assert f"{FIRED} (kernels) for ops[0:1]" in text
+    assert "fp8_products must be True, got False; set fp8_products=True in the recipe" in text
+    text = explained(linear(), given(), recipe=NVFP4BlockScaling(), every_rule=True)
     assert f"{FIRED} (kernels) for ops[0:1]" in text
     assert "scaling.input must be one of fp8 with one float32 scale per 1x128, fp8 with" in text
     odd = fz.Linear(24, 32, dtype=BF16, bias=False)

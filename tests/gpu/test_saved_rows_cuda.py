@@ -26,8 +26,9 @@ def test_copies_have_the_bits_of_the_definition(shape, dtype, room):
     on_gpu = memory.cuda()
     for i in range(5):
         save(memory, rows[i], ends[i], i, 5)
+        given = rows[i].cuda(), ends[i].cuda()
         with never_waiting():
-            save(on_gpu, rows[i].cuda(), ends[i].cuda(), i, 5)
+            save(on_gpu, *given, i, 5)
     size = header_size(5)
     assert torch.equal(on_gpu[:size].cpu(), memory[:size])
     for i in range(5):
