@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fusible.fuser.context import OperationContext
-from fusible.kernels.saved_rows import LINE, header_size, restore, save, supports_rows
+from fusible.kernels.saved_rows import LINE, header_size, restore, save, supports_copy
 
 _COPIES = 4096  # of a step
 
@@ -92,7 +92,7 @@ class SavedRowsPool:
         ends, found = context.row_ends, {}
         for place in () if ends is None else context.grouped_rows:
             rows = context.to_save[place]
-            fits = rows is not None and rows.device == self._memory.device and supports_rows(rows)
+            fits = rows is not None and rows.device == self._memory.device and supports_copy(rows)
             if rows is None or ends is None or not fits or self._used == _COPIES:
                 continue
             save(self._memory, rows, ends, self._used, _COPIES)

@@ -234,6 +234,6 @@ def test_it_compiles(name, gpu):
 @pytest.mark.parametrize("columns", [3, 4])
 def test_what_rows_are_supported(columns):
     rows = torch.zeros(5, columns)
-    assert saved_rows.supports_rows(rows) == (columns == 4)
-    assert not saved_rows.supports_rows(rows.T)
-    assert not saved_rows.supports_rows(rows[:0])
+    assert saved_rows.supports_copy(rows) == (columns == 4)
+    assert not saved_rows.supports_copy(rows.T)
+    assert not saved_rows.supports_copy(rows[:0])

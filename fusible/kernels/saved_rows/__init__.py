@@ -25,7 +25,7 @@ _INDEX = 2**31 - 2**20  # the limit of 32-bit indices, less what a grid may run 
 _BLOCKS = 8  # thread blocks for each multiprocessor
 
 
-def supports_rows(t: Tensor) -> bool:
+def supports_copy(t: Tensor) -> bool:
     """Whether rows ``[M, F]`` can be copied: contiguous, of a multiple of 16 bytes each."""
     return (
         t.dim() == 2
