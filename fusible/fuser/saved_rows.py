@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fusible.fuser.context import OperationContext
+from fusible.fuser.tracing import hooks_hold_saved
 from fusible.kernels.saved_rows import LINE, header_size, restore, save, supports_copy
 
 _COPIES = 4096  # of a step
@@ -41,8 +42,8 @@ class SavedRowsPool:
 
     Saved as without a pool are: rows under a recipe (pre-activations are in the pool), inputs that
     are computed again in the backward, activations that are ops of their own, tensors on other
-    devices, rows of no multiple of 16 bytes, and everything where ``torch.compile`` traces.
-    ``saved_tensors_hooks`` do not see what is in the pool.
+    devices, rows of no multiple of 16 bytes, and everything where ``torch.compile`` traces or
+    ``saved_tensors_hooks`` take what is saved, as inside of ``torch.utils.checkpoint``.
 
     Args:
         num_bytes: Size of the buffer, which is allocated here.
@@ -63,12 +64,13 @@ class SavedRowsPool:
                                    device=device)  # fmt: skip
         self._memory[:header].zero_()
         self._step = self._used = 0
+        self._is_entered = False
 
     def __enter__(self) -> SavedRowsPool:
-        if _active.pool is not None:
+        if _active.pool is not None or self._is_entered:
             raise RuntimeError("a SavedRowsPool must not be entered inside another, or twice")
         self._step, self._used = self._step + 1, 0
-        _active.pool = self
+        _active.pool, self._is_entered = self, True
         return self
 
     def __exit__(
@@ -77,7 +79,7 @@ class SavedRowsPool:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        _active.pool = None
+        _active.pool, self._is_entered = None, False
 
     def peak_bytes(self) -> int:
         """Return the most bytes that the rows of a step have needed; synchronises."""
@@ -131,8 +133,9 @@ _active = _Active()
 
 
 def active_pool() -> SavedRowsPool | None:
-    """The pool in which this thread saves; None where ``torch.compile`` traces."""
-    return None if torch.compiler.is_compiling() else _active.pool
+    """The pool in which this thread saves; None where hooks take what is saved, or it is traced."""
+    pool = None if torch.compiler.is_compiling() else _active.pool
+    return None if pool is None or hooks_hold_saved() else pool
 
 
 def with_rows(

@@ -1,9 +1,13 @@
 """Saved rows in a pool: the same bits, the memory of the rows that there are."""
 
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+
 import pytest
 import reference as ref
 import torch
 from number_formats import BLOCK_FP8, MX
+from torch.utils.checkpoint import checkpoint
 
 import fusible as fz
 from fusible.kernels import saved_rows
@@ -98,15 +102,45 @@ def test_a_block_of_experts(recompute):
 
 def test_what_is_saved_takes_the_rows_that_there_are():
     module, given = mlp().bfloat16(), inputs(dtype=torch.bfloat16)
+
+    def shapes(pool):
+        with assume_target("sm90"), pool:
+            y = module(*given)
+        return [t.shape for t in y.grad_fn.saved_tensors if t is not None]
+
+    whole = {(ROWS, HIDDEN), (ROWS, 2 * INNER)}
+    assert whole <= set(shapes(nullcontext()))
+    assert whole.isdisjoint(shapes(fz.SavedRowsPool(1 << 20, "cpu")))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_hooks_and_checkpoints_take_what_is_saved(reentrant):
+    module, given = mlp(), inputs()
+    want, pool = grads(module, given), fz.SavedRowsPool(1 << 20, "cpu")
+
+    def checkpointed(*tensors):
+        return checkpoint(module, *tensors, use_reentrant=reentrant)
+
+    leaves = [t for t in (*given, *module.parameters()) if t.requires_grad]
+    with pool:
+        y = checkpointed(*given)
+    y.sum().backward()
+    ref.assert_equal([y.detach(), *[t.grad for t in leaves]], want)
     saved = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
+    with hooks:
+        ref.assert_equal(grads(module, given, pool), want)
+    assert (ROWS, HIDDEN) in [t.shape for t in saved]
+    assert pool.peak_bytes() == 0
+
+
+def test_threads_do_not_share_a_step():
     pool = fz.SavedRowsPool(1 << 20, "cpu")
-    hooks = torch.autograd.graph.saved_tensors_hooks(
-        lambda t: saved.append(t.shape) or t, lambda t: t
-    )
-    with assume_target("sm90"), hooks, pool:
-        module(*given)
-    assert (ROWS, HIDDEN) not in saved
-    assert (ROWS, 2 * INNER) not in saved
+    with ThreadPoolExecutor(1) as other:
+        with pool, pytest.raises(RuntimeError, match="must not be entered inside another"):
+            other.submit(pool.__enter__).result()
+        other.submit(pool.__enter__).result()
+        other.submit(pool.__exit__, None, None, None).result()
 
 
 def test_several_forwards_of_a_step_and_a_retained_graph():

@@ -28,7 +28,8 @@ _BLOCKS = 8  # thread blocks for each multiprocessor
 def supports_copy(t: Tensor) -> bool:
     """Whether rows ``[M, F]`` can be copied: contiguous, of a multiple of 16 bytes each."""
     return (
-        t.dim() == 2
+        type(t) is Tensor  # a subclass may keep its values elsewhere
+        and t.dim() == 2
         and t.is_contiguous()
         and t.shape[1] * t.element_size() % UNIT == 0
         and 0 < t.numel() * t.element_size() // UNIT < _INDEX
