@@ -166,7 +166,7 @@ class GroupedMLP(FusedOperation):
             ctx_act.held = hooks_hold_saved()
             ctx_act.scales_dtypes = tuple([t.dtype for t in extra[1] if t is not None])
             ends = self.kernels.preact_ends(call)
-            ctx_act.save_rows_for_backward(ends, [0], activated.preact, scales)
+            ctx_act.save_rows_for_backward(ends, (0,), activated.preact, scales)
         return restore_leading_dims(y, x), [(), (), ()]
 
     def backward_impl(self, ctxs: Contexts, dy: Tensor, dextras: ExtraTensors) -> FusedGrads:

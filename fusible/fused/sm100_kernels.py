@@ -54,6 +54,7 @@ class Sm100Kernels(GroupedKernels):
         "weights as the data gradient reads them"
     )
     num_saved_groups = 2
+    saves_input = False  # but padded groups
 
     def multiplies(self, recipe: Recipe, *linears: Any) -> str:
         """See `GroupedKernels`."""

@@ -118,10 +118,10 @@ class OperationContext:
         self.to_save, self.grouped_rows, self.row_ends = tensors, (), None
 
     def save_rows_for_backward(
-        self, ends: Tensor, places: Sequence[int], *tensors: Tensor | None
+        self, ends: Tensor, places: tuple[int, ...], *tensors: Tensor | None
     ) -> None:
         """Save tensors, at ``places`` ``grouped_rows`` of groups up to ``ends``."""
-        self.to_save, self.grouped_rows, self.row_ends = tensors, tuple(places), ends
+        self.to_save, self.grouped_rows, self.row_ends = tensors, places, ends
 
     def autocast(self, device_type: str) -> AbstractContextManager[Any]:
         """``torch.autocast`` as in the forward, for a backward that computes a part of it again."""

@@ -15,7 +15,7 @@ from fusible.fuser.context import OperationContext
 from fusible.fuser.error_notes import note_place
 from fusible.fuser.memory import AliasTracker, InputAliasTracker, check_grad_input, returned_grad
 from fusible.fuser.overlap import complete_output
-from fusible.fuser.saved_rows import active_pool, with_rows
+from fusible.fuser.saved_rows import active_pool, with_rows, without_rows
 from fusible.fuser.schedule import Kwargs, Schedule, ScheduledStep, outside_autocast
 from fusible.fuser.tracing import hooks_hold_saved
 from fusible.fuser.wiring import CALLER
@@ -215,7 +215,7 @@ class RunFunction(torch.autograd.Function):
             first, rows = len(saved), {}
             if context.requires_grad:
                 rows = {} if pool is None else pool.save(context)
-                saved.extend([None if i in rows else t for i, t in enumerate(context.to_save)])
+                saved.extend(context.to_save if not rows else without_rows(context, rows))
             context.parameters, context.to_save, context.memo = (), (), {}
             context.row_ends = None
             if kwargs is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from types import TracebackType
 from typing import NamedTuple
 
@@ -138,10 +137,15 @@ def active_pool() -> SavedRowsPool | None:
     return None if pool is None or hooks_hold_saved() else pool
 
 
+def without_rows(context: OperationContext, rows: dict[int, SavedRows]) -> list[Tensor | None]:
+    """What an op saves besides its rows in a pool."""
+    return [None if i in rows else t for i, t in enumerate(context.to_save)]
+
+
 def with_rows(
-    saved: Sequence[Tensor | None], rows: dict[int, SavedRows]
+    saved: tuple[Tensor | None, ...], rows: dict[int, SavedRows]
 ) -> tuple[Tensor | None, ...]:
     """What an op has saved, with its rows from the pool."""
     if not rows:
-        return tuple(saved)
+        return saved
     return tuple([rows[i].pool.restore(rows[i]) if i in rows else t for i, t in enumerate(saved)])

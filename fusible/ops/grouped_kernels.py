@@ -108,6 +108,8 @@ class GroupedKernels:
         """What the products of one or two linears multiply under a recipe, for ``explain``."""
         return "values of quantized operands, in BF16 on CUDA"
 
+    saves_input = True
+    """Whether `saved_rows` of high precision are those of the input, ``[rows, features]``."""
     gathers = False
     """Whether `prepare_rows` takes `GatheredRows`."""
     quantizes_own_inputs = False

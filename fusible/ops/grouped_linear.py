@@ -322,11 +322,10 @@ class GroupedLinear(WeightedOperation):
     def save(self, call: LinearCall, x: Any, row_scale: Tensor | None, weights: Any) -> None:
         """See :class:`WeightedOperation`."""
         kernels, _, ctx, ends, groups = call
-        rows = kernels.saved_rows(ctx, x)
         ctx.save_rows_for_backward(
             ends,
-            [0] if len(rows) == 1 else [],  # `[rows, features]`, if not quantized
-            *rows,
+            (0,) if kernels.saves_input and not ctx.quantizes else (),
+            *kernels.saved_rows(ctx, x),
             ends,
             row_scale,
             *kernels.saved_groups(groups),
