@@ -1,4 +1,4 @@
-"""Saved rows of many layers in one buffer, which takes the rows that groups have."""
+"""A pool for saved rows: of many layers in one buffer, only those that are in use."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _COPIES = 4096  # of a step
 
 
 class SavedRowsPool:
-    """A buffer for what grouped linears and MLPs save of their rows.
+    """Memory for the rows that grouped linears and MLPs save for the backward.
 
-    Rows ``[M, F]`` are allocated for the most that a routing can give, which a CUDA graph cannot
-    change; ``split_sizes`` say on the device how many there are. A forward inside ``with pool:``
-    copies those of a linear's input and of an MLP's pre-activation, one behind another, to the
-    pool, and its backward copies them back. So what is saved takes the memory of the rows that
-    there are, and two copies of time. Nothing synchronises with the host. Outputs and gradients
-    have the same bits.
+    Tensors of rows ``[M, F]`` have room for the most rows that a routing can give, which a CUDA
+    graph cannot change. ``split_sizes`` say on the device how many of them are in use. Inside
+    ``with pool:`` a forward copies only these to the pool, of a linear's input and of an MLP's
+    pre-activation, one after another, and its backward copies them back. So saved rows take the
+    memory of those in use, and the copies take time. Nothing synchronises with the host. Outputs
+    and gradients have the same bits as without a pool.
 
     ::
 
@@ -35,14 +35,16 @@ class SavedRowsPool:
             loss.backward()
         assert not pool.overflowed()  # synchronises
 
-    ``with pool:`` begins a step: all forwards of it are inside, and their backwards run before the
-    next one begins, else they raise RuntimeError. Where rows do not fit, they come back as NaN, and
-    so do the gradients; `overflowed` says so, and `peak_bytes` how large the pool must be.
+    ``with pool:`` begins a step. All forwards of a step are inside, and their backwards run before
+    the pool is entered again; a later backward raises RuntimeError. Rows that do not fit are
+    restored as NaN, so that gradients are NaN; `overflowed` tells, and `peak_bytes` is the size
+    that the pool must have.
 
-    Saved as without a pool are: rows under a recipe (pre-activations are in the pool), inputs that
-    are computed again in the backward, activations that are ops of their own, tensors on other
-    devices, rows of no multiple of 16 bytes, and everything where ``torch.compile`` traces or
-    ``saved_tensors_hooks`` take what is saved, as inside of ``torch.utils.checkpoint``.
+    Not in the pool, but saved as without one, are: inputs of linears under a recipe (the
+    pre-activation is in the pool), inputs that the backward computes again, inputs of activations
+    that are not fused, tensors on other devices, rows whose size is no multiple of 16 bytes, and
+    everything that ``torch.compile`` traces or that ``saved_tensors_hooks`` take, as those of
+    ``torch.utils.checkpoint`` do.
 
     Args:
         num_bytes: Size of the buffer, which is allocated here.
@@ -114,7 +116,7 @@ class SavedRowsPool:
 
 
 class SavedRows(NamedTuple):
-    """Rows in a pool."""
+    """Where rows are in a pool, and what they were."""
 
     pool: SavedRowsPool
     step: int

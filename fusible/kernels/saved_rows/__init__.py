@@ -1,4 +1,4 @@
-"""Copies of the rows that groups have, one behind another in one buffer, and back.
+"""Copies of the rows of groups to one buffer, one after another, and back.
 
 The buffer is bytes: a header of int32 numbers, then lines of 128 bytes. ``header[0]`` is the most
 lines that were ever needed, ``header[1 + i]`` the line where copy ``i`` begins and the one before
