@@ -137,4 +137,4 @@ GATED: dict[str, Gated] = {
 """Gated linear units by name."""
 
 ACTIVATIONS: dict[str, Plain | Gated] = {**UNARY, **GATED}
-SM100 = {name: row.sm100 for name, row in ACTIVATIONS.items() if row.sm100}
+SM100_ACTIVATIONS = {name: row.sm100 for name, row in ACTIVATIONS.items() if row.sm100}

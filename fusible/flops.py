@@ -70,7 +70,7 @@ if _COUNTER not in sys.modules:
 
 
 def product(x: Tensor, w: list[Tensor], *_: Any) -> int:
-    """Of rows times a matrix of their group, ``[N, K]`` or ``[K, N]``; K is that of the rows."""
+    """Operations of rows ``[M, K]`` times a matrix of their group, ``[N, K]`` or ``[K, N]``."""
     shape = w[0].shape
     return 2 * x.shape[0] * shape[-2] * shape[-1]
 
@@ -81,15 +81,15 @@ def stored_product(x: Tensor, w: list[Tensor], *_: Any) -> int:
 
 
 def product_into(out: Tensor, *operands: Any) -> int:
-    """Of `product` with its result given first."""
+    """Operations of `product` with its result given first."""
     return product(*operands)
 
 
 def wgrad(dy: Tensor, x: Tensor, *_: Any) -> int:
-    """Of ``dy[rows of e].T @ x[rows of e]`` for each group e."""
+    """Operations of ``dy[rows of e].T @ x[rows of e]`` for each group e."""
     return 2 * dy.numel() * x.shape[1]
 
 
 def wgrad_into(out: list[Tensor], *operands: Any) -> int:
-    """Of `wgrad` with its result given first."""
+    """Operations of `wgrad` with its result given first."""
     return wgrad(*operands)

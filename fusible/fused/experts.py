@@ -95,7 +95,7 @@ class MoEExperts(FusedOperation):
 
     @property
     def communicates(self) -> bool:
-        """Over a group, as ``Combine``."""
+        """Whether ``Combine`` exchanges tokens between processes."""
         return self._basic_ops[-1].communicates
 
     def begin_sending(self, ctxs: Contexts, grad_output: Tensor) -> None:

@@ -159,7 +159,7 @@ KERNELS = (
         SM100,
         needs_sm100,
         (
-            one_of(this.act.activation, *activations.SM100),
+            one_of(this.act.activation, *activations.SM100_ACTIVATIONS),
             equal(this.act.glu_interleave_size, sm100.INTERLEAVE, _INTERLEAVE_HINT),
             where(this.format.input, "none", one_of(this.act.activation, *sm100.BF16_ACTIVATIONS)),
             where(this.format.input, "none", one_of(this.act.geglu, None, sm100.BF16_GEGLU)),

@@ -81,7 +81,7 @@ class Condition:
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """Of all facts that it reads."""
+        """The paths of all facts that it reads."""
         other = () if self.other is None else (self.other,)
         return (self.subject, *other, *[fact for fact, _ in self.only_where])
 

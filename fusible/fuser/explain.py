@@ -250,8 +250,8 @@ def _named_errors(module: nn.Module, planned: Sequence[PlannedRun]) -> Iterator[
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ValueError(
-            "explain needs a module that decides nothing by the values of tensors, of which it "
-            f"knows only shapes, got {_caller(error, module)}, which reads one ({error}); "
+            "explain runs with fake tensors and needs a module without data-dependent control "
+            f"flow, got {_caller(error, module)}, which reads a value ({error}); "
             f"{_ran(planned)}; explain its parts"
         ) from error
     except Exception as error:
@@ -282,8 +282,8 @@ def _check_initialized(module: nn.Module) -> None:
         if is_lazy(t):
             raise ValueError(
                 "explain needs a model whose parameters have shapes, got the uninitialized "
-                f"{path(type(module).__name__, name)}, which its first call makes; call the model "
-                "once"
+                f"{path(type(module).__name__, name)}, which its first call initializes; call the "
+                "model once"
             )
 
 

@@ -20,8 +20,6 @@ from fusible.fuser.schedule import Kwargs, Schedule, ScheduledStep, outside_auto
 from fusible.fuser.tracing import hooks_hold_saved
 from fusible.fuser.wiring import CALLER
 
-ExtraOutputs = Sequence[Sequence[Tensor | None]]
-
 _COMPILES_REQUIRES_GRAD = torch.__version__ >= "2.13"
 """Whether Dynamo traces ``requires_grad_()`` of a tensor that the traced code made."""
 
@@ -175,7 +173,7 @@ def _check_returned(
     if step.derived not in (None, output.dtype):
         raise RuntimeError(
             f"{type(op).__name__} must give {step.derived}, as it did when its plan was made, got "
-            f"{output.dtype}; define its output_dtypes, which plans then go by"
+            f"{output.dtype}; define its output_dtypes, which plans use"
         )
     wanted = step.num_extra_outputs
     if [len(of_op) for of_op in outputs] != wanted:

@@ -132,7 +132,7 @@ class FusionFunction:
 
     @property
     def name(self) -> str:
-        """That of the function, or the class of another callable."""
+        """The name of the function, or of the class of another callable."""
         function = getattr(self.function, "func", self.function)  # of functools.partial
         return getattr(function, "__name__", type(function).__name__)
 

@@ -74,8 +74,8 @@ class Registry:
             raise TypeError(f"a rule must be made by fusible.extend.rule, got {rule!r}")
         if any(rule.name in _names(known) for known in self.rules):
             raise ValueError(
-                f"a rule's name must be new, got {rule.name!r}; rename its function, or take the "
-                "earlier one away with unregister_rule"
+                f"a rule's name must be new, got {rule.name!r}; rename its function, or remove "
+                "the earlier one with unregister_rule"
             )
         if before is not None and after is not None:
             raise ValueError(

@@ -102,7 +102,7 @@ class Rule:
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """Of all facts that the conditions of its variants read."""
+        """The paths of all facts that the conditions of its variants read."""
         return tuple(path for v in self.variants for need in v.needs for path in need.paths)
 
     def applies_to_target(self, facts: Any) -> bool:

@@ -52,17 +52,17 @@ class CheckpointLayout:
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Of the entry of the elements."""
+        """The dtypes that the entry of the elements may have."""
         return HIGH_PRECISION if self.format is None else (self.format.element.dtype,)
 
     @property
     def scale_dtypes(self) -> tuple[torch.dtype, ...]:
-        """Of the entry of the scales."""
+        """The dtypes that the entry of the scales may have."""
         return () if self.format is None else _SCALE_DTYPES[self.format.scale_dtype]
 
     @property
     def endings(self) -> tuple[str, ...]:
-        """Of the entries that there must be."""
+        """The endings of the entries that there must be."""
         return (self.values, *[e for e in (self.scale, self.tensor_scale) if e])
 
     def read(self, entries: Mapping[str, Tensor]) -> OperandData:

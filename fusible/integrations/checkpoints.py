@@ -73,8 +73,8 @@ def load_checkpoint(
         What was done, by path: the layout, and whether bits were kept, values decoded, ...
 
     Raises:
-        ValueError: entries are missing, are there beside those of a layout, or have other shapes or
-            dtypes; there is no such linear; values would be rounded a second time.
+        ValueError: entries are missing or unexpected, or have other shapes or dtypes; there is no
+            such linear; values would be rounded a second time.
         TypeError: a flag is no bool.
     """
     check_bools("load_checkpoint", transposed=transposed, requantize=requantize)

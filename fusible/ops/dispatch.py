@@ -26,7 +26,7 @@ from fusible.ops.exchange import (
     AgreedOption,
     Exchange,
     Received,
-    Return,
+    ReturnExchange,
     Send,
     Settings,
     balanced_sizes,
@@ -212,7 +212,7 @@ class Dispatch(BasicOperation):
             )
 
     def abandon(self) -> None:
-        """No exchange of the group goes on."""
+        """Abandon the exchanges of the group that are under way."""
         abandon(self.process_group)
 
     @property
@@ -267,7 +267,7 @@ class Dispatch(BasicOperation):
         return self.scattered(ctx, self.choices(ctx, input_, probs, expert_ids))
 
     def scattered(self, ctx: OperationContext, choices: Choices) -> tuple[Tensor, ...]:
-        """The outputs."""
+        """Copy tokens to rows; the rows and the extra outputs."""
         x, probs, ids, rows, capacity, of_group = choices
         groups, options = (ids, self.local_experts, capacity), (rows, self.scale_input)
         if isinstance(x, Tensor):
@@ -453,7 +453,7 @@ class Dispatch(BasicOperation):
         of_x, of_probs = ctx.needs.input, ctx.needs.extra_inputs[0]
         sizes = (rows.shape[1], rows.dtype), (row_map.shape[1], ctx.dtype)
         sent = [size for size, needed in zip(sizes, (of_x, of_probs), strict=True) if needed]
-        back = Return(ctx.exchange, "Dispatch", *sent)
+        back = ReturnExchange(ctx.exchange, "Dispatch", *sent)
         if of_x:
             picked = back.sums(rows, row_map, weights, dscales)
         else:
@@ -608,7 +608,7 @@ class Combine(BasicOperation):
         copies = sent_map.reshape(-1, sent_map.shape[-1])
         shape, dtype = (*sent_map.shape[:-1], rows.shape[1]), rows.dtype
         rows = unrounded(rows, flat, scales)
-        back = Return(ctx.exchange, "Combine", (rows.shape[1], rows.dtype))
+        back = ReturnExchange(ctx.exchange, "Combine", (rows.shape[1], rows.dtype))
         back.sums(rows, flat, scales, None)
 
         def sums() -> Tensor:
@@ -621,11 +621,11 @@ class Combine(BasicOperation):
 
     @property
     def communicates(self) -> bool:
-        """Over a group."""
+        """Whether tokens are exchanged between processes."""
         return self.process_group is not None
 
     def abandon(self) -> None:
-        """No exchange of the group goes on."""
+        """Abandon the exchanges of the group that are under way."""
         abandon(self.process_group)
 
     def begin_sending(self, ctxs: Sequence[OperationContext], grad_output: Tensor) -> None:
@@ -645,7 +645,7 @@ class Combine(BasicOperation):
     def _exchange(
         self, row_map: Tensor, sent_map: Tensor | None, counts: Tensor | None
     ) -> tuple[Exchange, Tensor]:
-        """That of the Dispatch, from what it gives, and the sent map."""
+        """The exchange of the Dispatch, from its outputs, and the sent map."""
         if sent_map is None or sent_map.dtype != torch.int32 or sent_map.dim() == 0:
             raise ValueError(
                 "sent_map of Combine must be int32 of shape (..., c), as Dispatch gives it, got "

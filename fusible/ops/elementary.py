@@ -137,7 +137,7 @@ class AddExtraInput(_InPlaceOp):
 
     @property
     def writes_extra_inputs(self) -> bool:
-        """Whether in place."""
+        """Whether the sum is written in place."""
         return self.in_place
 
 
@@ -203,7 +203,7 @@ class MakeExtraOutput(_InPlaceOp):
 
     @property
     def writes_grads(self) -> bool:
-        """Whether in place."""
+        """Whether the sum is written in place."""
         return self.in_place
 
 

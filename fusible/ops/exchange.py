@@ -1,8 +1,8 @@
 """Tokens to the processes whose experts they were routed to, and partial results back.
 
 Two linear functions, each the other's adjoint: :func:`send` copies a process's tokens to those that
-need them; :class:`Return` returns what these made of the copies, which :func:`sum_copies` sums.
-What connects them is the sent map, int32 ``[T, c]``, a row map as of
+need them; :class:`ReturnExchange` returns what these made of the copies, and :func:`sum_copies`
+sums it. Both use the sent map, int32 ``[T, c]``, a row map as of
 :mod:`fusible.kernels.moe.definitions`: the place in the buffer sent of each of a token's c copies,
 or the complement of a place past its end.
 """
@@ -38,11 +38,11 @@ SENT = {
     "sizes on the host (on CUDA a synchronisation)",
     "all": "every token to every process, and partial sums back; reads nothing on the host of CUDA",
 }
-"""What ``explain`` says of each."""
+"""A description of each mode, for ``explain``."""
 
 
 class AgreedOption(NamedTuple):
-    """What must be the same on all processes: as an integer, and how that reads."""
+    """An option on which all processes must agree: as an integer, and how to show that."""
 
     number: int
     shown: Callable[[int], object] = int
@@ -58,11 +58,11 @@ class Exchange(NamedTuple):
     padded: int
     """The most tokens of a process, to which others are padded where all tokens are sent."""
     memory: PeerMemory | None = None
-    """By which all tokens are sent; None: by collectives."""
+    """The symmetric memory through which all tokens are sent; None for collectives."""
 
 
 class Routed(NamedTuple):
-    """What :func:`route_copies` finds."""
+    """What :func:`_route_copies` finds."""
 
     exchange: Exchange
     sent_map: Tensor
@@ -80,7 +80,7 @@ class Received(NamedTuple):
     ids: Tensor
     routed: Routed
     transport: str
-    """By what they came, for ``explain``; empty on a CPU."""
+    """The transport, for ``explain``; empty on a CPU."""
 
 
 def resolve_group(group: Any) -> Any:
@@ -282,8 +282,8 @@ def format_option(fmt: NumberFormat | None) -> AgreedOption:
     return AgreedOption(64 * fmt.block[1] + kind, shown)
 
 
-class Return:
-    """What was made of the copies that a process received, on its way back.
+class ReturnExchange:
+    """Sends what a process made of the copies that it received back to where they came from.
 
     After :meth:`sums` and :meth:`rows`, :meth:`finish` waits for what all processes made of this
     one's copies, in the order in which these were sent, and :meth:`end` follows its last read.
@@ -339,13 +339,13 @@ class Return:
         return out
 
     def finish(self) -> list[Tensor]:
-        """What came back, in the order of the calls."""
+        """Wait; returns what came back, in the order of the calls."""
         if self._memory is not None:
             self._memory.ready()
         return [wait() for wait in self._returned]
 
     def end(self) -> None:
-        """All that came back was read."""
+        """Release the memory that was received into, after the last read."""
         if self._memory is not None:
             self._memory.end()
 
@@ -391,7 +391,7 @@ def _digest(numbers: Sequence[int]) -> int:
 
 
 def balanced_sizes(copies: int, group: Any) -> tuple[int, ...]:
-    """So many copies shared evenly among processes."""
+    """An even split of ``copies`` among the processes."""
     processes = dist.get_world_size(group)
     return tuple((copies + i) // processes for i in range(processes))
 
@@ -418,7 +418,7 @@ class Settings(NamedTuple):
 
     @property
     def processes(self) -> int:
-        """Of the group."""
+        """The number of processes in the group."""
         return dist.get_world_size(self.group)
 
 
@@ -499,7 +499,7 @@ def _route_copies(ids: Tensor, settings: Settings) -> Routed:
     header = torch.tensor((*numbers, tokens), dtype=torch.int64, device=device)
     own = torch.cat((header, copies, choices))
     table = communicate("Dispatch", group, all_gather, own[None], group)
-    return _read(table, sent_map, ids.shape[1], settings)
+    return _read_sizes(table, sent_map, ids.shape[1], settings)
 
 
 def _receive_all(x: Tensor, probs: Tensor, ids: Tensor, settings: Settings) -> Received:
@@ -519,11 +519,11 @@ def _receive_all(x: Tensor, probs: Tensor, ids: Tensor, settings: Settings) -> R
     received: Tensor | PeerRows
     if placed is not None:
         headers, *of_choices, received = placed()
-        _check_said(headers.copied(), tokens, max_tokens)
+        _check_processes_agree(headers.copied(), tokens, max_tokens)
         ids, probs = of_choices[0].copied() - 1, of_choices[1].copied()
     else:
         table = communicate("Dispatch", group, all_gather, header, group)
-        _check_said(table, tokens, max_tokens)
+        _check_processes_agree(table, tokens, max_tokens)
         by_group = exchange._replace(memory=None)
         received = begin_send_as(x, sent_as, sent_map, by_group, "Dispatch")()
         ids, probs = send_choices(ids, probs, sent_map, by_group, False, "Dispatch")
@@ -570,8 +570,10 @@ def _transport(found: PeerMemory | str | None, settings: Settings) -> str:
     return "; tokens are read from, and sums written to, each other's memory"
 
 
-def _check_said(table: Tensor, tokens: int, max_tokens: int | None) -> None:
-    """Check on the device that processes agree: of each a digest of options, and its tokens.
+def _check_processes_agree(table: Tensor, tokens: int, max_tokens: int | None) -> None:
+    """Check on the device that processes agree.
+
+    ``table`` has, of each process, a digest of its options and the number of its tokens.
 
     A process that has too many tokens raises only now, when the others know it.
     """
@@ -593,15 +595,17 @@ def _all_sent(tokens: int, padded: int, processes: int, device: torch.device) ->
     return places.view(processes, padded)[:, :tokens].t().contiguous()
 
 
-def _read(table: Tensor, sent_map: Tensor, k: int, settings: Settings) -> Routed:
-    """The exchange, from what all processes said, read on the host."""
+def _read_sizes(table: Tensor, sent_map: Tensor, k: int, settings: Settings) -> Routed:
+    """The exchange, from the gathered table of all processes, read on the host."""
     group, mode, _, _, receive_factor, max_tokens, _, options = settings
     processes, rank, agreed = table.shape[0], dist.get_rank(group), len(options)
-    said = table.tolist()
-    _check_agreement(options, said)
-    tokens = [row[agreed] for row in said]
-    copies = [row[agreed + 1 : agreed + 1 + processes] for row in said]
-    rows = [sum(of) for of in zip(*[row[agreed + 1 + processes :] for row in said], strict=True)]
+    gathered = table.tolist()
+    _check_agreement(options, gathered)
+    tokens = [row[agreed] for row in gathered]
+    copies = [row[agreed + 1 : agreed + 1 + processes] for row in gathered]
+    rows = [
+        sum(of) for of in zip(*[row[agreed + 1 + processes :] for row in gathered], strict=True)
+    ]
     if max_tokens is not None and max(tokens) > max_tokens:
         raise ValueError(_too_many(max(tokens), max_tokens))
     if receive_factor is not None:
@@ -622,10 +626,10 @@ def _read(table: Tensor, sent_map: Tensor, k: int, settings: Settings) -> Routed
     return Routed(exchange, sent_map, rows[rank], k * sum(tokens))
 
 
-def _check_agreement(options: dict[str, AgreedOption], said: Sequence[Sequence[int]]) -> None:
+def _check_agreement(options: dict[str, AgreedOption], gathered: Sequence[Sequence[int]]) -> None:
     """Raise ValueError unless all processes have the same options."""
     for i, (name, option) in enumerate(options.items()):
-        numbers = [row[i] for row in said]
+        numbers = [row[i] for row in gathered]
         if len(set(numbers)) > 1:
             raise ValueError(
                 f"{name} of Dispatch must be the same on all {len(numbers)} processes of its "

@@ -129,8 +129,8 @@ class FormulaOp(OwnParameters):
                 raise
             except Exception as error:
                 raise RuntimeError(
-                    f"formula of {op_name} must run on an input of shape {shape} under "
-                    "torch.compile, to see whether it draws random numbers, got an error; "
+                    f"formula of {op_name} must run on a fake input of shape {shape} under "
+                    "torch.compile, which shows whether it draws random numbers, got an error; "
                     "call the module uncompiled"
                 ) from error
 

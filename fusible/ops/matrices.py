@@ -28,17 +28,17 @@ class GatheredRows:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the rows."""
+        """The shape of the gathered rows."""
         return torch.Size((self.index.shape[0], self.source.shape[1]))
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the values."""
+        """The dtype of the rows."""
         return self.source.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the rows are."""
+        """The device of the rows."""
         return self.source.device
 
     def dim(self) -> int:

@@ -136,11 +136,11 @@ class Quantize(BasicOperation):
         self.num_groups = num_groups
 
     def get_output_quantizer(self) -> _BoundaryQuantizer | None:
-        """That of inputs, if it quantizes them."""
+        """The quantizer of inputs, None if they are not quantized."""
         return self._quantizer("input") if self.quantize_forward else None
 
     def get_grad_input_quantizer(self) -> _BoundaryQuantizer | None:
-        """That of gradients, if it quantizes them."""
+        """The quantizer of gradients, None if they are not quantized."""
         return self._quantizer("grad") if self.quantize_backward else None
 
     def _quantizer(self, role: Role) -> _BoundaryQuantizer | None:

@@ -18,7 +18,7 @@ from fusible.recipes.formats import NumberFormat
 def as_bytes(piece: Tensor) -> Tensor:
     """Return the bytes of E8M0 numbers, a view, and other tensors as they are.
 
-    Compiled code moves scales so: Inductor has no code for E8M0 numbers on a CPU.
+    Compiled code copies scales as bytes, since Inductor cannot copy E8M0 numbers on a CPU.
     """
     return piece.view(torch.uint8) if piece.dtype == torch.float8_e8m0fnu else piece
 

@@ -56,13 +56,13 @@ class ByPass(Recipe):
         return all(recipe.fp8_products for recipe in both)
 
     def format(self, role: Role) -> NumberFormat | None:
-        """That of the forward; of gradients that of the backward."""
+        """Return the format of the forward's recipe; of gradients that of the backward's."""
         if role != "grad":
             return self.forward.format(role)
         return self.backward_format(role)
 
     def backward_format(self, role: Role) -> NumberFormat | None:
-        """That of the backward; None without one."""
+        """Return the format of the backward's recipe; None without one."""
         return None if self.backward is None else self.backward.format(role)
 
 

@@ -52,7 +52,7 @@ def _check_flags(options: Any) -> None:
 
 @dataclass(frozen=True)
 class MMParams:
-    """How a product may accumulate; it does as with a split accumulator, whatever is given."""
+    """How a product accumulates in Transformer Engine; accepted and ignored, sums are in FP32."""
 
     use_split_accumulator: bool = True
 

@@ -286,7 +286,7 @@ def by_memory(rank, processes, folder, leave):
 
 @pytest.mark.parametrize("leave", [False, True])
 def test_symmetric_memory(tmp_path, leave):
-    """It is used on two GPUs; a process that falls silent is an error within the timeout."""
+    """It is used on two GPUs; a process that stops responding is an error within the timeout."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     context = mp.spawn(by_memory, (2, str(tmp_path), leave), 2, join=False)

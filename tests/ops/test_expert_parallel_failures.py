@@ -11,7 +11,7 @@ from expert_parallel import EXPERTS, Case, experts, results, tensors
 import fusible as fz
 
 SECONDS, SHORT, SILENT = 120, 4, 10
-"""The timeout of a group, that of one whose process falls silent, and how long this one does."""
+"""Seconds: the timeout of a group, of one whose process stops responding, and of that stop."""
 
 
 def attempt(case, group, rank, processes):

@@ -172,12 +172,12 @@ def _quantizing(x: Tensor) -> dict[str, Any]:
 def _glu_arguments(glu: Glu, dtype: torch.dtype, prefix: str = "") -> dict[str, Any]:
     activation, interleave, limit, slope, offset = glu
     require(
-        activation in activations.SM100,
-        f"activation must be one of {', '.join(activations.SM100)}",
+        activation in activations.SM100_ACTIVATIONS,
+        f"activation must be one of {', '.join(activations.SM100_ACTIVATIONS)}",
         activation,
     )
     require(interleave == limits.INTERLEAVE, f"interleave must be {limits.INTERLEAVE}", interleave)
-    function = {"act_func": prefix + activations.SM100[activation]}
+    function = {"act_func": prefix + activations.SM100_ACTIVATIONS[activation]}
     require(
         dtype != torch.bfloat16 or activation in limits.BF16_ACTIVATIONS,
         f"activation must be one of {', '.join(limits.BF16_ACTIVATIONS)} with BF16 operands",
