@@ -46,7 +46,7 @@ class Plain:
 
     function: Unary
     sm100: str = ""
-    """What the cuDNN front end calls it; empty if its kernels, as they are called here, lack it."""
+    """Its name in the cuDNN front end; empty if the kernels that are called here lack it."""
     sides: ClassVar[int] = 1
     """Columns of the input for one of the output."""
     options: ClassVar[tuple[Option, ...]] = ()
@@ -75,7 +75,7 @@ class Gated:
     halves: Callable[..., tuple[Unary, Unary | None]]
     options: tuple[Option, ...] = ()
     sm100: str = ""
-    """As of :class:`Plain`."""
+    """See :class:`Plain`."""
     sides: ClassVar[int] = 2
 
     def forward(

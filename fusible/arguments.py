@@ -25,7 +25,7 @@ def check_numbers(function: str, **values: object) -> None:
 
 
 def described(t: object) -> str:
-    """What a message says of a value that is no tensor or not one that fits."""
+    """Describe an unfit value, or tensor, in an error message."""
     if not isinstance(t, Tensor):
         return "None" if t is None else type(t).__name__
     return f"{t.dtype} of shape {tuple(t.shape)} on {t.device}"

@@ -1,4 +1,4 @@
-"""What rules and ops of your own are written with; ``docs/extending.md`` shows how."""
+"""The interface for rules and ops of your own; ``docs/extending.md`` shows how to use it."""
 
 from fusible.fused.kernel_selection import needs_sm90, needs_sm100
 from fusible.fuser.conditions import (

@@ -272,7 +272,7 @@ def l2_normalize_backward(dy: Tensor, x: Tensor, rnorm: Tensor) -> Tensor:
 
 
 def gain(weight: Tensor, dtype: torch.dtype, zero_centered: bool) -> Tensor:
-    """What a norm multiplies by: the weight, or ``1 + weight``, in ``dtype``."""
+    """The factor of a norm: the weight, or ``1 + weight``, in ``dtype``."""
     return 1 + cast(weight, dtype) if zero_centered else cast(weight, dtype)
 
 

@@ -1,4 +1,4 @@
-"""What an error says of an unknown name."""
+"""Hints for unknown names in errors."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches

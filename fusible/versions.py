@@ -51,7 +51,7 @@ def source_files() -> list[Path]:
 
 @cache
 def sources_digest() -> str:
-    """What caches on disk, of kernels and of compiled code, tell versions of the sources by."""
+    """The digest by which caches on disk tell versions of the sources apart."""
     digest = hashlib.sha256()
     for source in source_files():
         digest.update(source.read_bytes())

@@ -48,11 +48,11 @@ class MoEExperts(FusedOperation):
         self._gathers = kernels.gathers and not (dispatch.scale_input or combine.weighted)
 
     def multiplies(self, recipe: Recipe) -> str:
-        """What the grouped MLP multiplies, for ``explain``."""
+        """The operands of the grouped MLP, for ``explain``."""
         return self._mlp.multiplies(recipe) + (_GATHERS if self._gathers else "")
 
     def notes(self, dtype: str, target: Any) -> tuple[str, ...]:
-        """What runs during the exchanges of a group."""
+        """Notes on what overlaps the exchanges of a group."""
         if self._basic_ops[0].process_group is None:
             return ()
         return (
@@ -106,7 +106,7 @@ class MoEExperts(FusedOperation):
     def backward_impl(
         self, ctxs: Contexts, grad_output: Tensor, grad_extra_outputs: ExtraTensors
     ) -> FusedGrads:
-        """As the parts would, in the order that needs the least memory."""
+        """The gradients of the parts, in the order that needs the least memory."""
         first, *middle, last = ctxs
         dispatch, fc1, _, _, combine = self._basic_ops
         dy: Any

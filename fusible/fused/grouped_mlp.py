@@ -98,7 +98,7 @@ class GroupedLinearGLU(FusedOperation):
     _basic_ops: tuple[GroupedLinear, AnyActivation]
 
     def fast_path(self, plan: Plan, call: PlanKey) -> LinearGLUFastPath | None:
-        """As a node of its own with the unfused backward, which both ops take part in."""
+        """A fast path with the unfused backward of both ops."""
         needs, act_needs = plan.grad
         both_or_none = needs.requires_grad == act_needs.requires_grad
         if not (both_or_none and plan_fits_fast_path(call, *self._basic_ops)):
@@ -134,7 +134,7 @@ class GroupedMLP(FusedOperation):
         self.saves = f"{kernels.saves or fc1.saves}, pre-activation{scales}"
 
     def multiplies(self, recipe: Recipe) -> str:
-        """What the kernels multiply, for ``explain``."""
+        """The operands of the kernels, for ``explain``."""
         fc1, _, fc2 = self._basic_ops
         return self.kernels.multiplies(recipe, fc1, fc2)
 
@@ -214,20 +214,20 @@ class GroupedMLP(FusedOperation):
 
 
 class FC2Backward(NamedTuple):
-    """What the backward of a grouped MLP has computed when FC1's begins."""
+    """Results of the backward of FC2 and the activation, for that of FC1."""
 
     dpreact: GroupedOperand
     """The pre-activation's gradient, for FC1's products."""
     values: Tensor | None
     """The same as a tensor, where there is one."""
     dscales: tuple[Tensor, ...]
-    """Of the activation's scales, if it has them."""
+    """Gradients of the activation's scales, if it has them."""
     params: Grads
     """Gradients of FC2's parameters."""
     extra: Grads
     """Gradients of FC2's extra inputs."""
     saved: SavedLinear
-    """What FC1 saved."""
+    """The tensors that FC1 saved."""
 
 
 MLP_CONDITIONS = (
@@ -243,7 +243,7 @@ MLP_CONDITIONS = (
     equal(this.fc1.requires_grad, this.fc2.requires_grad),
     equal(this.act.requires_grad, this.fc2.requires_grad),
 )
-"""What a grouped MLP needs of its ops, whichever kernels run it."""
+"""Conditions of a grouped MLP for any kernels."""
 
 
 @rule(*MLP_CONDITIONS, kernels=[row.for_mlp for row in KERNELS])

@@ -43,7 +43,7 @@ _DRIVER = at_least(this.cuda_driver, CUDA_DRIVER, "update the GPU's driver")
 
 
 def needs_sm90(*linears: Any) -> tuple[Condition, ...]:
-    """What the SM90 kernels need of the machine, the recipe and linears."""
+    """Conditions of the SM90 kernels on the machine, the recipe and linears."""
     return (
         equal(this.sm, sm90.ARCHITECTURE),
         _CUTLASS,
@@ -54,7 +54,7 @@ def needs_sm90(*linears: Any) -> tuple[Condition, ...]:
 
 
 def needs_sm90_fp8(*linears: Any) -> tuple[Condition, ...]:
-    """What the FP8 products of SM90 need of the machine, the recipe and linears."""
+    """Conditions of the FP8 products of SM90 on the machine, the recipe and linears."""
     formats = (
         one_of(this.scaling.input, *sm90.FP8_SCALING["input"]),
         one_of(this.scaling.weight, *sm90.FP8_SCALING["weight"]),
@@ -72,7 +72,7 @@ def needs_sm90_fp8(*linears: Any) -> tuple[Condition, ...]:
 
 
 def needs_sm100(*linears: Any) -> tuple[Condition, ...]:
-    """What the kernels of cuDNN's front end need of the machine, the recipe and linears."""
+    """Conditions of cuDNN's kernels on the machine, the recipe and linears."""
     return (
         one_of(this.sm, *sm100.ARCHITECTURES),
         _CUDNN,
@@ -99,7 +99,7 @@ class GroupedKernelsRow(NamedTuple):
     name: str
     kernels: GroupedKernels
     needs: Callable[..., tuple[Condition, ...]]
-    """Of the machine, the recipe and linears."""
+    """Makes the conditions on the machine, the recipe and linears."""
     glu_needs: tuple[Condition, ...]
     """Their epilogues of activations, of `fc1`, `act` and `fc2` of a grouped MLP."""
     worth: str

@@ -58,7 +58,7 @@ class _WgradOperand(NamedTuple):
 
     rows: ScaledMatrix
     ends: Tensor | None
-    """Of the padded groups; None for an input, whose groups are those of the gradient."""
+    """End rows of the padded groups; None for an input, whose groups are those of the gradient."""
 
 
 class Sm90Fp8Kernels(GroupedKernels):

@@ -1,4 +1,4 @@
-"""What a user's fused op has to give: what its basic ops would, found on fake tensors."""
+"""Checks of a user's fused op against the outputs of its basic ops, found on fake tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 def expected_of(
     schedule: Schedule, operands: Sequence[Tensor], kwargs: Kwargs | None
 ) -> Mapping[Any, Expected]:
-    """What each user's fused op of a schedule's forward has to give for inputs and parameters.
+    """The expected outputs of each user's fused op in a schedule's forward.
 
     Empty where the basic ops cannot run on fake tensors, or refuse these inputs.
     """

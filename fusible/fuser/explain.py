@@ -45,7 +45,7 @@ class PlannedRun:
     run: Run
     plan: Plan
     decided: dict[Any, tuple[str, ...]] = field(default_factory=dict, repr=False, compare=False)
-    """What ops decided in this call, by op (``BasicOperation.call_notes``)."""
+    """Notes of ops on this call, by op (``BasicOperation.call_notes``)."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -185,7 +185,7 @@ class _Planning:
         self._partitioned: list[tuple[PlannedRun, Sequence[Part]]] = []
 
     def schedule_for(self, run: Run, call: PlanKey) -> Schedule:
-        """What a run executes for a call: basic ops that note what they refuse."""
+        """The schedule of a run for a call: basic ops whose errors are noted."""
         names = self._names
         if run.ops[0] not in names:  # a stand-in for a module may be made in the call
             names.update(op_names(self._module))
@@ -212,7 +212,7 @@ class _Planning:
     def _forward_or_note(
         self, op: Any, contexts: list[OperationContext], x: Tensor, extra_inputs: Any
     ) -> Any:
-        """What the op's forward gives; where it raises, the error is noted.
+        """The op's outputs; where its forward raises, the error is noted.
 
         It then gives what it would for an input that fits it, outside of a recipe.
         """
@@ -295,7 +295,7 @@ def _features(op: Any) -> Iterator[tuple[int]]:
 
 
 def _ends(module: nn.Module) -> Iterator[str]:
-    """What ended runs of ops in the Sequentials of ``module``."""
+    """Reasons why runs of ops end in the Sequentials of ``module``."""
     parts = [(name, part) for name, part in reversed([*named_modules(module)])]
     names = {op: name for name, part in parts for op in getattr(part, "basic_ops", ())}
     names.update({part: name for name, part in parts})
@@ -389,7 +389,7 @@ def _op_lines(plan: Plan, at: int) -> list[str]:
 
 
 def _cast(plan: Plan, at: int) -> list[str]:
-    """That an op casts its input to the dtype of its weight, if it does."""
+    """A note that an op casts its input to the dtype of its weight, if it does."""
     facts = plan.facts[at]
     given, own = facts.input.dtype, facts.param_dtype
     if plan.autocast_dtype is not None or facts.dtype != own or given in (own, UNKNOWN):
@@ -403,7 +403,7 @@ def _saves(plan: Plan, op: Any, at: int, saves: str = "") -> list[str]:
 
 
 def _multiplies(recipe: Any, quantizes: bool, kernels: Any, *ops: Any) -> list[str]:
-    """What a fused op, or kernels selected for ``ops``, multiply under a recipe."""
+    """The operands of a fused op, or of kernels selected for ``ops``, under a recipe."""
     multiplies = getattr(kernels, "multiplies", None)
     return [f"  multiplies {multiplies(recipe, *ops)}"] if quantizes and multiplies else []
 

@@ -24,7 +24,7 @@ from fusible.fuser.wiring import CALLER, Wiring, named
 
 Tensors = Sequence[Tensor | None]
 Reads = Iterable[tuple[str, Any]]
-"""What reads a tensor, in words, and the tensor; anything else is skipped."""
+"""Descriptions of readers, each with the tensor that is read; other values are skipped."""
 
 _PLAIN = Tensor, torch.nn.Parameter
 
@@ -56,7 +56,7 @@ class AliasTracker:
                 self._retained[storage_id(t)] = StorageWeakRef(t.untyped_storage())
 
     def unshared(self, tensors: Tensors, others: Iterable[Tensor | None]) -> list[bool]:
-        """Which of an op's tensors nothing else reads, while others read ``others``.
+        """The slots of an op's tensors that nothing else reads, while others read ``others``.
 
         Plain tensors only, without elements that share a place.
         """
@@ -90,7 +90,7 @@ class AliasTracker:
 
 
 class InputAliasTracker(AliasTracker):
-    """Which extra inputs the ops of a forward may write to, for those that write to such.
+    """Finds the extra inputs that the ops of a forward may write to.
 
     A caller's tensor: unless something else reads it afterwards. One that the run made: only if
     nothing else reads it.
@@ -162,7 +162,7 @@ class InputAliasTracker(AliasTracker):
     def _readers(
         self, produced: Sequence[Tensors], start: int, target: tuple[int, int]
     ) -> Iterator[Tensor | None]:
-        """What is read once the ops from ``start`` on run, but for one of their extra inputs."""
+        """The tensors that the ops from ``start`` on read, but for one of their extra inputs."""
         yield from self._saved(start)
         wiring = self._wiring
         for op, slot in wiring.public:
@@ -266,7 +266,7 @@ def _check_apart(name: str, t: Tensor, reads: Reads, modules: Sequence[Any]) -> 
 
 
 def overlapping(t: Tensor, reads: Reads, modules: Sequence[Any]) -> Iterator[str]:
-    """What overlaps ``t``: of ``reads``, and of the modules' parameters and buffers.
+    """The memory that overlaps ``t``, of ``reads`` and the modules' parameters and buffers.
 
     A parameter's ``grad`` and ``main_grad`` count too.
     """

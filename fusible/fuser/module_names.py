@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 ATTRIBUTE = "_fusible_block"
-"""Of a module that ops replace: in ``__dict__``, since their state is not the module's."""
+"""The attribute of a module that ops replace; in ``__dict__``, since it is no state of it."""
 
 
 def named_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -96,7 +96,7 @@ def _failed(
 def run_formula(
     schedule: Schedule, formula: Callable[..., Tensor], operands: Sequence[Tensor]
 ) -> Tensor:
-    """What the formula of the only op gives for its input and parameters, for autograd to see."""
+    """The output of the only op by its formula, which autograd differentiates."""
     (step,) = schedule.forward
     formula = outside_autocast(schedule.plan, step.op, formula)
     if _is_profiled():

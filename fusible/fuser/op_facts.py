@@ -23,7 +23,7 @@ class Dtypes(NamedTuple):
     extra_inputs: tuple[torch.dtype | None, ...]
     params: tuple[torch.dtype, ...]
     autocast: torch.dtype | None
-    """That of ``torch.autocast``, None outside it."""
+    """The dtype of ``torch.autocast``, None outside it."""
 
 
 def autocast_to(dtype: torch.dtype, autocast: torch.dtype | None) -> torch.dtype:
@@ -40,7 +40,7 @@ def facts_of_ops(
     grad: Sequence[GradNeeds],
     rules: Sequence[Rule],
 ) -> tuple[OpFacts, ...]:
-    """What conditions may read of each op: what it declares, and what tensors it gets."""
+    """The facts of each op for conditions: what it declares, and its tensors."""
     inputs = call.facts(target)
     device = inputs[0].device
     made: list[OpFacts] = []
@@ -83,7 +83,7 @@ def _infer_dtypes(
 
 
 def gradient_needs(ops: Sequence[Any], wiring: Wiring, call: PlanKey) -> tuple[GradNeeds, ...]:
-    """Which gradients each op has to give, from what requires one."""
+    """The gradients that each op must compute, from what requires one."""
     upstream, *callers = [call.grad_enabled and requires for _, _, requires in call.inputs]
     needs: list[GradNeeds] = []
     params = call.of_params(call.params_require_grad)

@@ -21,7 +21,7 @@ class Overlap(NamedTuple):
 
     op: Any
     ops: slice
-    """What the op covers."""
+    """The basic ops that the op covers."""
     output: tuple[int, int]
     """The extra output that passes its output on."""
     overlapped: slice

@@ -1,4 +1,4 @@
-"""Which recipe each op of a run has, where a scope gives recipes by op."""
+"""The recipe of each op of a run, where a scope gives recipes by op."""
 
 from __future__ import annotations
 

@@ -26,15 +26,15 @@ class Part(NamedTuple):
     inputs_to_copy: tuple[int, ...]
     """Indices in ``inputs`` to copy first: the part may write to them."""
     num_outputs: int | None
-    """Of its extra outputs; None: as many as come, all for the caller."""
+    """The number of its extra outputs; None for any number, all for the caller."""
     public: tuple[int, ...]
-    """Which of its extra outputs the caller gets."""
+    """The extra outputs that the caller gets."""
     why: str | None = None
     """Why a module is called."""
     nested: bool = False
     """Whether it is a Sequential that is called."""
     partition: Partition | None = None
-    """That of a nested Sequential whose ops are wired to others outside of it."""
+    """The partition of a nested Sequential whose ops are wired to others outside of it."""
 
 
 class Partition(NamedTuple):
@@ -44,7 +44,7 @@ class Partition(NamedTuple):
     ops: tuple[Any, ...]
     wiring: Wiring
     written: tuple[WrittenInput, ...]
-    """What ops write to of the caller's."""
+    """The caller's tensors that ops write to."""
     single_run: Callable[..., Any] | None
     """The run of ops that is all there is, if so."""
 
@@ -124,7 +124,7 @@ def _read_elsewhere(
     written: Sequence[WrittenInput],
     modules: Sequence[Any],
 ) -> tuple[int, ...]:
-    """Which extra inputs of a part its ops write to while later ones, or the caller, read them."""
+    """The extra inputs that a part writes to while later ops, or the caller, read them."""
     found = []
     for i, k, readers in written:
         t = inputs[1 + k]

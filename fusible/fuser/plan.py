@@ -23,7 +23,7 @@ def dtype_name(dtype: Any) -> str:
 
 
 class TensorFacts(NamedTuple):
-    """What conditions may know of a tensor that an op gets.
+    """The facts of an input tensor that conditions may read.
 
     ``dtype`` is a short name, ``"unknown"`` behind a user's op that neither declares it nor runs on
     fake tensors; ``features`` the size of the last dimension of a caller's tensor of two or more
@@ -39,7 +39,7 @@ class TensorFacts(NamedTuple):
 
 
 class GradNeeds(NamedTuple):
-    """Which gradients one op has to give; ``requires_grad`` says whether its backward runs."""
+    """The gradients that one op must compute; ``requires_grad``: whether its backward runs."""
 
     requires_grad: bool
     input: bool
@@ -52,7 +52,7 @@ _FACTS_OF_ALL = ("input", "dtype", "param_dtype", "requires_grad", "params_requi
 
 @dataclass(frozen=True)
 class OpFacts:
-    """What conditions can read of one basic op: its declared facts, parameters and inputs.
+    """The facts of one basic op that conditions can read: declared ones, parameters, inputs.
 
     ``dtype`` is that of its output, in which it computes.
     """
@@ -169,7 +169,7 @@ class Fusion(NamedTuple):
 
 @dataclass(frozen=True)
 class UserFusions:
-    """What the user's fusion functions made of a run, each pass as (op, basic ops) spans."""
+    """The results of the user's fusion functions, each pass as (op, basic ops) spans."""
 
     joint: tuple[Fusion, ...] = ()
     forward: tuple[Fusion, ...] = ()
@@ -370,7 +370,7 @@ def _first_match(
 
 
 def _build_kernels(rule: Rule, bound: dict[str, Any], ops: Sequence[Any]) -> Any:
-    """What the rule returns; RuntimeError unless it is kernels that the op runs on."""
+    """Call the rule; RuntimeError unless it returns kernels that the op runs on."""
     (op,), kernels = ops, rule.build(**bound)
     if kernels is None or not isinstance(kernels, op.kernels_type):
         raise RuntimeError(
@@ -382,7 +382,7 @@ def _build_kernels(rule: Rule, bound: dict[str, Any], ops: Sequence[Any]) -> Any
 
 
 def _build_op(rule: Rule, bound: dict[str, Any], ops: Sequence[Any]) -> Any:
-    """What the rule makes of the ops; RuntimeError unless it covers exactly these."""
+    """Call the rule; RuntimeError unless the fused op covers exactly these ops."""
     op = rule.build(**bound)
     covered = getattr(op, "basic_ops", ())
     if [*map(id, covered)] != [*map(id, ops)]:
@@ -451,7 +451,7 @@ def check_facts(rule: Rule) -> None:
 
 
 def _override(recipe: Any) -> str | None:
-    """What the backward multiplies, if not the operands of the forward's formats."""
+    """The override of the backward's operands, None if they have the forward's formats."""
     if recipe is None:
         return None
     return recipe.backward_override or ("other formats" if recipe.mixed_roles else None)

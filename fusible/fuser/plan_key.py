@@ -29,9 +29,9 @@ class PlanKey(NamedTuple):
     sources: tuple[int, ...]
     """The first place of each input among the inputs: equal for the same tensor."""
     inputs: tuple[tuple[torch.dtype, torch.device, bool], ...]
-    """Of each input the dtype, the device, and whether it requires a gradient."""
+    """The dtype, the device and ``requires_grad`` of each input."""
     features: tuple[int | None, ...]
-    """Of each input that a rule may read them of, None for the others; empty where none does."""
+    """The features of each input that a rule reads them of, else None; empty if none does."""
     param_counts: tuple[int, ...]
     """How many parameters each op has."""
     param_dtypes: tuple[torch.dtype, ...]
@@ -42,7 +42,7 @@ class PlanKey(NamedTuple):
         return [values[own] for own in slices(0, self.param_counts)]
 
     def facts(self, target: Target) -> list[TensorFacts]:
-        """What conditions read of the inputs; for a target with a GPU, of tensors on that GPU."""
+        """The facts of the inputs; for a target with a GPU, of tensors on that GPU."""
         features = self.features or (None,) * len(self.inputs)
         return [
             TensorFacts(

@@ -94,7 +94,7 @@ class Rule:
         return bound
 
     def places(self, ops: Sequence[Any]) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Where the pattern fits among ``ops``, with the ops by slot name."""
+        """Yield each match of the pattern in ``ops``: its index, and the ops by slot name."""
         for at in range(len(ops)):
             bound = self.fit(ops, at)
             if bound is not None:

@@ -58,7 +58,7 @@ ScheduleFor = Callable[["Run", PlanKey], Schedule]
 
 
 class _Observation(threading.local):
-    """What gives the schedule of every call of a run on this thread, where ``explain`` sets it."""
+    """The source of schedules on this thread, where ``explain`` replaces it."""
 
     schedule_for: ScheduleFor | None = None
 
@@ -189,7 +189,7 @@ class Run:
 
     @property
     def plan(self) -> Plan | None:
-        """What the last call ran as; None before the first."""
+        """The plan of the last call; None before the first."""
         if self._schedule is None:
             return None
         partition = self._schedule.partition

@@ -116,7 +116,7 @@ class SavedRowsPool:
 
 
 class SavedRows(NamedTuple):
-    """Where rows are in a pool, and what they were."""
+    """The place of rows in a pool, and their shape, dtype and groups."""
 
     pool: SavedRowsPool
     step: int
@@ -140,14 +140,14 @@ def active_pool() -> SavedRowsPool | None:
 
 
 def without_rows(context: OperationContext, rows: dict[int, SavedRows]) -> list[Tensor | None]:
-    """What an op saves besides its rows in a pool."""
+    """The tensors that an op saves, None for those in a pool."""
     return [None if i in rows else t for i, t in enumerate(context.to_save)]
 
 
 def with_rows(
     saved: tuple[Tensor | None, ...], rows: dict[int, SavedRows]
 ) -> tuple[Tensor | None, ...]:
-    """What an op has saved, with its rows from the pool."""
+    """The tensors that an op has saved, with those from the pool."""
     if not rows:
         return saved
     return tuple([rows[i].pool.restore(rows[i]) if i in rows else t for i, t in enumerate(saved)])

@@ -52,7 +52,7 @@ class ScheduledStep(NamedTuple):
     overlap: Overlap | None = None
     """Ops that run during the communication of this one."""
     reads: tuple[Overlap, ...] = ()
-    """Of earlier ops, whose outputs this one is the first to read."""
+    """Overlaps of earlier ops whose outputs this step is the first to read."""
 
 
 class FastPath(Protocol):
@@ -62,7 +62,7 @@ class FastPath(Protocol):
     """
 
     def prepared(self, *operands: Tensor) -> Any:
-        """What the forward needs to run these operands, or None if the op itself must run."""
+        """The launches for these operands, or None if the fast path does not support them."""
 
     def forward(self, prepared: Any, *operands: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
         """The output, and what the backward reads."""
@@ -77,7 +77,7 @@ class FastPath(Protocol):
 
 
 class Expected(NamedTuple):
-    """What the basic ops of a user's fused op give: the output, and how many tensors each saves.
+    """The output of the basic ops of a user's fused op, and how many tensors each saves.
 
     The latter is None where the fused op runs the backward too, which reads what it likes.
     """
@@ -119,7 +119,7 @@ def _described(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> s
 
 
 class Diagnostics:
-    """What is needed to find and describe errors of a schedule's ops; unused in compiled code.
+    """Data for finding and describing errors of a schedule's ops; unused in compiled code.
 
     Attributes:
         root: a weak reference to the outermost module in whose call the schedule was made.
@@ -141,7 +141,7 @@ class Schedule(NamedTuple):
     dtypes: tuple[torch.dtype, ...]  # of the inputs, then of the parameters
     params: tuple[slice, ...]  # where each op's parameters are among these
     kernels: Sequence[tuple[int, Any]]
-    """Those that were selected for ops, by index."""
+    """The kernels selected for ops, by index."""
     fast_path: FastPath | None
     writes_inputs: bool
     """Whether an op of the forward writes to extra inputs."""
@@ -276,7 +276,7 @@ def _quantizers(plan: Plan, wiring: Wiring, start: int, stop: int) -> tuple[Any,
 
 
 def _place(paths: tuple[str, ...], start: int, stop: int) -> str:
-    """Where ops[start:stop] are in their Sequential, as its index or slice: ``" [0:3]"``."""
+    """The index or slice of ops[start:stop] in their Sequential: ``" [0:3]"``."""
     if not paths:
         return ""
     first, last = paths[start], paths[stop - 1]

@@ -44,7 +44,7 @@ def draw(runs: Sequence[tuple[str, Wiring, Plan]]) -> str:
 
 
 def _names_width(wiring: Wiring, plan: Plan) -> int:
-    """What the names of the extra inputs take, between the lanes and the boxes."""
+    """The width of the names of the extra inputs, between the lanes and the boxes."""
     names = [
         _input_name(plan.basic_ops[i], slot)
         for i, sources in enumerate(wiring.sources)

@@ -18,7 +18,7 @@ _OTHERS = ("cpu", "rocm", "mps", "xpu")  # devices without kernels of ours: PyTo
 
 @dataclass(frozen=True)
 class Target:
-    """What rules may know of a machine: the device type, and the SM version of a CUDA GPU.
+    """The facts of a machine for rules: the device type, and the SM version of a CUDA GPU.
 
     ``sm`` is 10 x major + minor of the compute capability (90 for Hopper, 100 for Blackwell),
     None off CUDA. ``cudnn_frontend`` and ``cutlass_dsl`` are the versions of nvidia-cudnn-frontend

@@ -15,7 +15,7 @@ Tensors = Sequence[Tensor | None]
 def call_fuser_forward(
     op: Any, contexts: list[OperationContext], x: Tensor, extra_inputs: Sequence[Tensors]
 ) -> Any:
-    """What ``op.fuser_forward`` returns; quantizers and keyword arguments are the contexts'."""
+    """Call ``op.fuser_forward`` with quantizers and keyword arguments of the contexts."""
     return op.fuser_forward(
         contexts,
         x,
@@ -29,5 +29,5 @@ def call_fuser_forward(
 def call_fuser_backward(
     op: Any, contexts: list[OperationContext], grad_output: Tensor, grad_extra: Sequence[Tensors]
 ) -> Any:
-    """What ``op.fuser_backward`` returns."""
+    """Call ``op.fuser_backward``."""
     return op.fuser_backward(contexts, grad_output, basic_op_grad_extra_outputs=grad_extra)

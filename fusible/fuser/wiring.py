@@ -1,4 +1,4 @@
-"""Where the extra inputs of every op come from: the caller, or an earlier op by name."""
+"""The source of each extra input of every op: the caller, or an earlier op by name."""
 
 from __future__ import annotations
 

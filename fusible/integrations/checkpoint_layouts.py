@@ -27,7 +27,7 @@ _SCALE_DTYPES: dict[torch.dtype, tuple[torch.dtype, ...]] = {
     torch.float8_e4m3fn: (torch.float8_e4m3fn,),
     torch.float32: (*HIGH_PRECISION, torch.float8_e8m0fnu),
 }
-"""As what checkpoints store scales, by their dtype in a format."""
+"""The dtypes in which checkpoints store scales, by their dtype in a format."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class CheckpointLayout:
     values: str
     """Ending of the entry of the elements, ``[out, in / per_byte]``."""
     format: NumberFormat | None = None
-    """What the weight is, bit for bit; None in high precision."""
+    """The number format of the weight, bit for bit; None in high precision."""
     scale: str = ""
     """Ending of the scales, ``[out / rows of a block, in / columns of a block]``."""
     tensor_scale: str = ""

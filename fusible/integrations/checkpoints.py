@@ -32,7 +32,7 @@ from fusible.recipes.tensor import QuantizedTensor
 __all__ = ["LAYOUTS", "load_checkpoint"]
 
 Names = Mapping[str, str | Sequence[str]]
-"""By path of a linear, what its weight is called in a checkpoint, or the parts of it, in order."""
+"""By path of a linear, the name of its weight in a checkpoint, or those of its parts."""
 
 
 def load_checkpoint(
@@ -98,7 +98,7 @@ def load_checkpoint(
 
 
 class _Wrong(Exception):
-    """What a load found wrong."""
+    """A reason to refuse a checkpoint."""
 
     def __init__(self, *sentences: str) -> None:
         self.sentences = sentences
@@ -147,7 +147,7 @@ class _Target(NamedTuple):
 
 
 class _Weights(NamedTuple):
-    """What a checkpoint has for a linear."""
+    """The entries of a checkpoint for a linear."""
 
     layout: CheckpointLayout
     parts: list[OperandData]
@@ -254,7 +254,7 @@ class _Reader:
         return layout, weight, bias
 
     def _missing(self, name: str, layout: CheckpointLayout | None) -> str:
-        """What is wrong with an entry that is not there, or not of the layout's dtype."""
+        """The message for an entry that is missing or not of the layout's dtype."""
         entry = self.checkpoint.get(name)
         if entry is None or layout is None:
             return f"{name} is missing"

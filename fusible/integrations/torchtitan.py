@@ -55,7 +55,7 @@ class FusibleExperts(GroupedExperts):
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
-        """That of torchtitan's ``GroupedExperts``, and what :func:`routed_experts` was given."""
+        """The config of torchtitan's ``GroupedExperts``, and options of :func:`routed_experts`."""
 
         send: Send | None = None
         receive_factor: float | None = None
@@ -148,7 +148,7 @@ class FusibleRoutedExperts(RoutedExperts):
 
     @dataclass(kw_only=True, slots=True)
     class Config(RoutedExperts.Config):
-        """That of torchtitan's ``RoutedExperts``."""
+        """The config of torchtitan's ``RoutedExperts``."""
 
     def forward(
         self,

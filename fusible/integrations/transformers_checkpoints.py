@@ -46,7 +46,7 @@ _ENDINGS = tuple(dict.fromkeys([e for row in LAYOUTS for e in (*row.endings, *ro
 
 
 class CheckpointConfig(QuantizationConfigMixin):
-    """What ``config.json`` says in ``quantization_config``; the entries say how they are stored."""
+    """``quantization_config`` of ``config.json``; the entries' dtypes say how they are stored."""
 
     def __init__(self, quant_method: str = NAME, **_: Any) -> None:
         self.quant_method: Any = quant_method
@@ -86,11 +86,11 @@ class CheckpointQuantizer(HfQuantizer):
         return _is_transposed(model, param_name)
 
     def get_load_operations(self) -> dict[str, Any]:
-        """What the converters of the model's names begin with."""
+        """The first operations of the converters of the model's names."""
         return {"dequantize": Decode}
 
     def get_weight_conversions(self) -> list[Any]:
-        """Of weights that no converter of the model has."""
+        """The converters of weights that no converter of the model has."""
         return [
             WeightConverter(list(names), name, [self._kept([Decode(self)])])
             for name, names in self.serialized_names.items()
@@ -125,7 +125,7 @@ class CheckpointQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """What is decoded is."""
+        """Decoded weights are trainable."""
         return True
 
 

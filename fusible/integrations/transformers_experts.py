@@ -109,7 +109,7 @@ _attach = _Attach()
 
 
 class ExpertsBlock(nn.Module):
-    """What an experts module computes, as ops over its parameters.
+    """The computation of an experts module, as ops over its parameters.
 
     One run of ops if the gate is one that an op computes. Otherwise the module's own gate, or its
     activation if it has none, stands between ops, as does a norm after the experts.
@@ -156,7 +156,7 @@ class ExpertsBlock(nn.Module):
 
 
 GROUP = "_fusible_group"
-"""Where an experts module holds the process group, and what is sent in it, if it gets all ids."""
+"""The attribute of an experts module for its process group and exchange, if it gets all ids."""
 
 
 def _exchanges(experts: Any, count: int, *, scaled: bool) -> tuple[Dispatch, Combine]:
@@ -192,7 +192,7 @@ _OPTIONS = (
 
 
 def _options(experts: Any) -> tuple[Any, ...]:
-    """What of a module's experts a block is made from, besides their values: for comparison."""
+    """The properties of a module's experts that a block depends on, besides their values."""
     up = "gate_up_proj" if experts.has_gate else "up_proj"
     shapes = [getattr(getattr(experts, name, None), "shape", None) for name in (up, "down_proj")]
     return (*[getattr(experts, name, None) for name in _OPTIONS], *shapes)
@@ -304,7 +304,7 @@ class ExpertsLinear(GroupedLinear):
         return getattr(self._experts, f"{self._name}_bias")
 
     def stored(self, name: str) -> list[Tensor]:
-        """What the experts hold."""
+        """The stored tensors of the experts."""
         if name == "weight" and self._scaled is not None:
             return [self.weight]
         return stored(self._experts, self._name if name == "weight" else f"{self._name}_bias")
@@ -334,7 +334,7 @@ def activation_of(experts: Any) -> BasicOperation | None:
 
 
 def _gate_of(experts: Any) -> Callable[[Tensor], Tensor]:
-    """What stands between the two products of the experts."""
+    """The activation between the two products of the experts."""
     return experts._apply_gate if experts.has_gate else experts.act_fn
 
 

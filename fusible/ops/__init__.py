@@ -1,4 +1,4 @@
-"""What is computed: the op contract, the basic ops and ``Sequential``."""
+"""The op contract, the basic ops and ``Sequential``."""
 
 from fusible.fuser.context import OperationContext
 from fusible.fuser.registry import (

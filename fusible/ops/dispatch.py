@@ -55,7 +55,7 @@ class Choices(NamedTuple):
     x: Tensor | PeerRows
     probs: Tensor
     ids: Tensor
-    """Of the experts here, the first of which is 0."""
+    """Ids among the experts of this process, from 0."""
     rows: int
     capacity: int | None
     """The most rows an expert takes."""
@@ -238,7 +238,7 @@ class Dispatch(BasicOperation):
         return (x, torch.int64, *middle, torch.int32, *of_group)
 
     def call_notes(self, ctx: OperationContext) -> tuple[str, ...]:
-        """What is sent, and whether the host reads how much."""
+        """Notes on what is sent, and whether the host reads sizes."""
         if self.process_group is None:
             return ()
         sent_as = ""
@@ -282,7 +282,7 @@ class Dispatch(BasicOperation):
         return y, *self._extra_outputs(ctx, choices, scales, *places)
 
     def gathered(self, ctx: OperationContext, choices: Choices) -> tuple[Any, ...]:
-        """As :meth:`scattered` without ``scale_input``, but the rows are not written."""
+        """The outputs of :meth:`scattered`, with rows that are gathered later, not written."""
         x, probs, ids, rows, capacity, of_group = choices
         places = moe.permutation(ids, self.local_experts, capacity)
         ctx.save_for_backward(places[0], *of_group[:1])

@@ -115,7 +115,7 @@ class AddExtraInput(_InPlaceOp):
     extra_input_names = ("addend",)
 
     def output_dtypes(self, given: Dtypes) -> tuple[torch.dtype | None, ...]:
-        """What holds both, or the extra input's, which it is written into."""
+        """The promoted dtype of both, or the extra input's if the sum is written into it."""
         (addend,) = given.extra_inputs
         if self.in_place or given.input is None or addend is None:
             return (addend if self.in_place else None,)
@@ -221,7 +221,7 @@ class Swap(BasicOperation):
     passes_input = True
 
     def output_dtypes(self, given: Dtypes) -> tuple[torch.dtype | None, ...]:
-        """Those of the inputs, the other way round."""
+        """The dtypes of the inputs, exchanged."""
         return (*given.extra_inputs, given.input)
 
     def forward_impl(

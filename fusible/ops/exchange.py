@@ -62,7 +62,7 @@ class Exchange(NamedTuple):
 
 
 class Routed(NamedTuple):
-    """What :func:`_route_copies` finds."""
+    """The result of :func:`_route_copies`."""
 
     exchange: Exchange
     sent_map: Tensor
@@ -414,7 +414,7 @@ class Settings(NamedTuple):
     symmetric_memory: bool
     """Use it where it works."""
     agreed: dict[str, AgreedOption]
-    """By name, what must be the same on all processes."""
+    """By name, the options on which all processes must agree."""
 
     @property
     def processes(self) -> int:
@@ -462,7 +462,7 @@ def _reads_sizes(device: torch.device) -> bool:
 
 
 def _balanced(ids: Tensor, settings: Settings) -> Routed:
-    """What :func:`_route_copies` would find of equally many tokens and balanced choices.
+    """The result of :func:`_route_copies` for equal token counts and balanced choices.
 
     For fake tensors, whose values nobody knows.
     """
@@ -558,7 +558,7 @@ def _memory_for(
 
 
 def _transport(found: PeerMemory | str | None, settings: Settings) -> str:
-    """What ``explain`` says of the memory that was found."""
+    """The transport that was found, in words, for ``explain``."""
     if settings.processes == 1:
         return ""
     if not settings.symmetric_memory:

@@ -1,4 +1,4 @@
-"""Where gate and linear features lie before a gated activation: halves, or alternating blocks."""
+"""Layouts of gate and linear features before a gated activation: halves or blocks."""
 
 from __future__ import annotations
 

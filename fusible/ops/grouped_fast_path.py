@@ -32,7 +32,7 @@ from fusible.ops.scaled_activation import in_pieces
 from fusible.ops.weights import WeightedOperation
 
 Products = Sequence[tuple[Any, Any]]
-"""Of each linear the products of its weight, and the weight as these take it."""
+"""For each linear, the products of its weight and the weight in their form."""
 DenseOperand = tuple[Sequence[Tensor], tuple[int, ...], int]
 """An operand in one piece of memory: the tensors, the shape of each, and how many bytes after one
 the next begins."""
@@ -93,7 +93,7 @@ class _Linear:
         return found
 
     def saved_bias(self, params: Sequence[Tensor]) -> Tensor | None:
-        """What `scale_grads` reads: the biases ``[groups, rows]``, None if nothing needs them."""
+        """The biases ``[groups, rows]`` for `scale_grads`, None if nothing needs them."""
         if not (self.op.scale_bias and self.needs.extra_inputs[1]):
             return None
         biases = params[self.biases]
@@ -135,7 +135,7 @@ _LIBRARY_PRODUCTS = SimpleNamespace(
 
 
 class _FastPath:
-    """What the plans of this path share; see `fusible.fuser.schedule.FastPath`.
+    """Base of the fast paths; see `fusible.fuser.schedule.FastPath`.
 
     The operands are ``x``, ``split_sizes``, the other extra inputs of ``ops``, and parameters.
     """

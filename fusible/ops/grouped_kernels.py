@@ -1,4 +1,4 @@
-"""What an architecture provides for grouped linears and grouped MLPs, and for dense linears.
+"""The interface of an architecture for grouped linears, grouped MLPs and dense linears.
 
 `GroupedLinear`, the fused grouped MLP and, under a recipe, `BasicLinear`, whose rows are one group,
 are written once, over a `GroupedKernels`. The class itself runs the library ops of
@@ -73,7 +73,7 @@ class ActivationGrads(NamedTuple):
 
 
 class LinearCall(NamedTuple):
-    """What all products of one linear share in a forward, or in a backward."""
+    """The shared arguments of all products of one linear in a forward, or in a backward."""
 
     kernels: GroupedKernels
     linear: Any
@@ -102,10 +102,10 @@ class GroupedKernels:
     """
 
     saves = ""
-    """What a linear saves with these kernels, for ``explain``; its own text if empty."""
+    """The saved tensors of a linear with these kernels, for ``explain``; its own text if empty."""
 
     def multiplies(self, recipe: Recipe, *linears: Any) -> str:
-        """What the products of one or two linears multiply under a recipe, for ``explain``."""
+        """The operands of the products of one or two linears under a recipe, for ``explain``."""
         return "values of quantized operands, in BF16 on CUDA"
 
     saves_input = True

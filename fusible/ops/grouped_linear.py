@@ -306,7 +306,7 @@ class GroupedLinear(WeightedOperation):
         return LinearFastPath(call, plan.grad, self)
 
     def get_grad_output_quantizer(self) -> Any:
-        """As the base class; with a bias this op quantizes, since the bias sums values."""
+        """See the base class; with a bias this op quantizes, since its gradient sums values."""
         made = super().get_grad_output_quantizer()
         if isinstance(made, GroupedQuantizer):
             made.by_receiver = self.has_bias
@@ -334,7 +334,7 @@ class GroupedLinear(WeightedOperation):
         )
 
     def restored(self, ctx: OperationContext, num_rows: int) -> SavedLinear:
-        """What :meth:`save` has saved, as the products of the backward read it."""
+        """The tensors of :meth:`save`, as the products of the backward read them."""
         kernels = kernels_of(ctx)
         at, tensors = kernels.num_saved_rows(ctx), ctx.saved_tensors
         ends, row_scale, *rest = tensors[at:-1]
@@ -401,7 +401,7 @@ class GroupedLinear(WeightedOperation):
         return bias.to(dtype).contiguous()
 
     def scaled_bias(self, ctx: OperationContext) -> Tensor | None:
-        """What :meth:`scale_grad` reads, the last tensor that is saved; after ``ctx.dtype``."""
+        """The bias that :meth:`scale_grad` reads, the last saved tensor; after ``ctx.dtype``."""
         if not (self.scale_bias and ctx.needs.extra_inputs[1]):
             return None
         return self.stacked_bias(ctx, ctx.dtype)

@@ -1,4 +1,4 @@
-"""What a call of a module does besides its class's ``forward``: hooks, patches, compilation."""
+"""Effects of a module's call besides its class's ``forward``: hooks, patches, compilation."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ HOOKS = {
     "_backward_hooks": "a backward hook",
     "_backward_pre_hooks": "a backward pre-hook",
 }
-"""What a call of a module fires."""
+"""The hooks that a call of a module fires."""
 
 
 def why_called(module: nn.Module) -> str | None:

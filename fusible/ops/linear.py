@@ -260,7 +260,7 @@ class Bias(BasicOperation):
         return apply_quantizer(values(input_) + cast(bias, input_.dtype), ctx.next_quantizer)
 
     def get_grad_output_quantizer(self) -> Quantizer | None:
-        """By this op itself, which sums its values too."""
+        """The quantizer; this op itself quantizes, since its bias gradient sums values."""
         recipe = own_recipe(self)
         fmt = None if recipe is None else recipe.format("grad")
         return None if fmt is None else Quantizer(fmt, by_receiver=True)
@@ -404,7 +404,7 @@ class Linear(FusedOperation):
 
     @property
     def plan(self) -> Plan | None:
-        """What the last call of this op alone ran as; None before the first."""
+        """The plan of the last call of this op alone; None before the first."""
         if not self._called_parts:
             return super().plan
         return joined([part.plan for part in self.basic_ops if part.plan is not None])

@@ -47,7 +47,7 @@ class GatheredRows:
 
 
 def source_of(rows: Any) -> tuple[Tensor, Tensor | None]:
-    """What rows are gathered from and their index; themselves and None, if they are a tensor."""
+    """The source and the index of gathered rows; the rows and None if they are a tensor."""
     return (rows.source, rows.index) if isinstance(rows, GatheredRows) else (rows, None)
 
 

@@ -124,11 +124,11 @@ class FusibleOperation(ModuleState, PatchesCounted):
         raise TypeError(f"{type(self).__name__} does not define fuser_backward")
 
     def _called_forward(self, ctxs: Contexts, x: Tensor, extra: ExtraTensors) -> FusedOutputs:
-        """What :meth:`fuser_forward` calls: ``forward_impl``, or ``op_forward`` if overridden."""
+        """Call ``forward_impl``, or ``op_forward`` if overridden, for :meth:`fuser_forward`."""
         return self.forward_impl(ctxs, x, extra)
 
     def _called_backward(self, ctxs: Contexts, dy: Tensor, extra: ExtraTensors) -> FusedGrads:
-        """What :meth:`fuser_backward` calls, as :meth:`_called_forward`."""
+        """The same for :meth:`fuser_backward`; see :meth:`_called_forward`."""
         return self.backward_impl(ctxs, dy, extra)
 
     def uses_impl(self, direction: Literal["forward", "backward"]) -> bool:
@@ -251,7 +251,7 @@ class FusibleOperation(ModuleState, PatchesCounted):
 
     @property
     def plan(self) -> Plan | None:
-        """What the last call of this op alone ran as; None before the first."""
+        """The plan of the last call of this op alone; None before the first."""
         return None if self._run is None else self._run.plan
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -346,7 +346,7 @@ class BasicOperation(Channels, FormulaOp, FusibleOperation):
         return False
 
     def params_needed(self, require_grad: tuple[bool, ...]) -> tuple[bool, ...]:
-        """Which parameters' gradients it computes, of those which require one."""
+        """The parameters whose gradients it computes, of those which require one."""
         return require_grad
 
     @property
@@ -409,7 +409,7 @@ class BasicOperation(Channels, FormulaOp, FusibleOperation):
         """
 
     def extra_input_name(self, slot: int) -> str:
-        """What conditions call an extra input."""
+        """The name of an extra input in conditions."""
         names = self.extra_input_names
         return names[slot] if slot < len(names) else f"extra_input{slot}"
 
@@ -488,7 +488,7 @@ class BasicOperation(Channels, FormulaOp, FusibleOperation):
         return grad_input, grad_params
 
     def run_forward(self, ctxs: Contexts, x: Tensor, extra: ExtraTensors) -> FusedOutputs:
-        """What :meth:`fuser_forward` returns, by ``forward_impl``."""
+        """The result of :meth:`fuser_forward`, by ``forward_impl``."""
         returned = self.forward_impl(ctxs[0], x, *extra[0])
         if not self.num_extra_outputs:
             return returned, [()]
@@ -496,7 +496,7 @@ class BasicOperation(Channels, FormulaOp, FusibleOperation):
         return output, [extra_outputs]
 
     def run_backward(self, ctxs: Contexts, dy: Tensor, extra: ExtraTensors) -> FusedGrads:
-        """What :meth:`fuser_backward` returns, by ``backward_impl``."""
+        """The result of :meth:`fuser_backward`, by ``backward_impl``."""
         returned = self.backward_impl(ctxs[0], dy, *extra[0])
         if not isinstance(returned, tuple):
             return returned, [()], [()]
@@ -562,7 +562,7 @@ def check_kwargs(
 
 
 def _copied(name: str) -> str:
-    """What to do in place of a caller's buffer for the output."""
+    """Advice to use in place of a caller's buffer for the output."""
     return "; copy the result: buffer.copy_(y)" if name == "output" else ""
 
 

@@ -52,7 +52,7 @@ class _Entry(NamedTuple):
 
 
 class OperandCache:
-    """What one op's weights are quantized to, while they are the same tensors.
+    """The quantized weights of one op, kept while its weights are the same tensors.
 
     Args:
         until_updated: only while they have the same values, too, as far as versions and memory of
@@ -73,7 +73,7 @@ class OperandCache:
         make: Callable[[], Any],
         products: Iterable[str] = (),
     ) -> Any:
-        """What ``make`` gives of ``weights``, or what it once gave for this ``key``.
+        """The cached result of ``make`` for ``weights`` and this ``key``.
 
         An entry is for the ``products`` that it was made for; one for more products replaces it.
         """
@@ -138,7 +138,7 @@ def _refers(known: _Reference, t: Tensor) -> bool:
 
 
 def _stream(device: torch.device) -> tuple[torch.device, int]:
-    """Where operands are made, and can be read without waiting for another stream."""
+    """The device and stream on which operands are made, and can be read without waiting."""
     cuda = device.type == "cuda"
     return device, torch._C._cuda_getCurrentRawStream(device.index) if cuda else 0
 

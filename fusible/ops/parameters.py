@@ -88,7 +88,7 @@ class OwnParameters(nn.Module):
         return tuple(parts)
 
     def _value(self, name: str) -> Any:
-        """What ``getattr`` gives for a parameter that is computed, or None if there is none."""
+        """The value of a computed parameter, or None if there is none."""
         if self.parameter_names is None and not self._has(name):
             return None
         value = operator.attrgetter(name)(self._computing(name))
@@ -110,7 +110,7 @@ class OwnParameters(nn.Module):
         return name in parametrized
 
     def stored(self, name: str) -> list[Tensor]:
-        """What a parameter is computed from, without computing it: by default itself."""
+        """The tensors that a parameter is computed from, by default itself."""
         return stored(self._computing(name), name)
 
     def _held_by(self) -> nn.Module:
@@ -160,7 +160,7 @@ class OwnParameters(nn.Module):
 
 
 def stored(module: nn.Module, name: str) -> list[Tensor]:
-    """What a parameter of ``module`` is computed from, without computing it, or itself."""
+    """The tensors that a parameter of ``module`` is computed from, or itself."""
     parametrized: Any = module._modules.get("parametrizations", {})
     if name in parametrized:
         return [p for _, p in _named_parameters(parametrized[name])]

@@ -56,7 +56,7 @@ class PeerMemory:
         return True
 
     def ready(self) -> None:
-        """What is then enqueued reads what all processes have written."""
+        """Enqueue a barrier: later reads see what all processes have written."""
         self._barrier()
 
     def end(self) -> None:
@@ -79,7 +79,7 @@ class PeerMemory:
         return PeerRows(parts, self._handle.buffer_ptrs_dev, offset, self.rank, self.end)
 
     def slots(self, shape: tuple[int, int], dtype: torch.dtype) -> tuple[PeerRows, Tensor]:
-        """Where this process writes rows ``[n, features]`` for each process, and where it reads.
+        """The memory where this process writes rows ``[n, features]`` for each, and where it reads.
 
         That is what all have written for it, ``[processes * n, features]`` in order of rank.
         """
@@ -127,7 +127,7 @@ _memories: WeakKeyDictionary[Any, dict[torch.device, PeerMemory | str]] = WeakKe
 
 
 def reserved(group: Any, device: torch.device) -> PeerMemory | str | None:
-    """What `reserve` found for a group on a device; None if it was not called yet."""
+    """The result of `reserve` for a group on a device; None if it was not called yet."""
     return _memories.get(group, {}).get(device)
 
 
@@ -185,14 +185,14 @@ def _make(group: Any, device: torch.device, nbytes: int) -> PeerMemory | str:
 
 
 def _everyone(group: Any, said: Any) -> list[Any]:
-    """What all processes say, in order of rank."""
+    """The objects of all processes, in order of rank."""
     all_said: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(all_said, said, group=group)
     return all_said
 
 
 def _host() -> tuple[str, str]:
-    """What identifies this host, or container."""
+    """The identity of this host, or container."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return socket.gethostname(), boot.read_text().strip() if boot.exists() else ""
 

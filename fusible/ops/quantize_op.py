@@ -30,7 +30,7 @@ class _BoundaryQuantizer(NamedTuple):
 
     quantizer: Quantizer
     sizes: int | None = None
-    """Which of the caller's extra inputs has the sizes of the groups, if there are any."""
+    """The index of the caller's extra input with the sizes of the groups, if any."""
 
     def placed(self, sources: Sequence[tuple[int, int]]) -> _BoundaryQuantizer:
         """Return the same, in a run where the op's extra inputs come from ``sources``."""
@@ -95,7 +95,7 @@ def _quantize_output(
 
 
 def _sizes_for(x: Tensor, split_sizes: Tensor) -> Tensor:
-    """Those of the groups of ``x``, copied: the caller may write to its own."""
+    """A copy of the sizes of the groups of ``x``: the caller may write to its own."""
     return on_device_of(x, split_sizes.clamp(min=0), "Quantize")
 
 

@@ -57,7 +57,7 @@ PIECE = 1 << 24  # elements
 
 
 def in_pieces(formula: Callable[..., Sequence[Any]], *tensors: Tensor) -> Sequence[Any]:
-    """What a formula that works row by row gives for tensors with the same rows.
+    """The results of a row-wise formula, computed for some rows at a time.
 
     It takes some rows after the other where there are many: its temporaries, which are several in
     FP32, then have the size of a piece. A compiler fuses them away by itself.
@@ -85,7 +85,7 @@ class ScaledSReLU(_Scaled):
     activation = "srelu"
 
     def notes(self, dtype: str, target: Any) -> tuple[str, ...]:
-        """That nothing is recomputed, if it was asked for."""
+        """A note if recomputation was requested and does not take place."""
         if not self.activation_recompute_in_mlp:
             return ()
         return (

@@ -127,7 +127,7 @@ class Sequential(PatchesCounted, nn.Sequential):
 
     @property
     def plan(self) -> Plan | None:
-        """What the last call ran as, over all runs of ops; None before the first call."""
+        """The plan of the last call, over all runs of ops; None before the first call."""
         plans = _plans(self._partitioned())
         return joined([p for p in plans if isinstance(p, Plan)])
 
@@ -296,7 +296,7 @@ def _with_parts(module: nn.Module) -> tuple[nn.Module, ...]:
 
 
 def _form(sequential: Sequential) -> tuple[Any, ...]:
-    """What Sequentials that divide alike share."""
+    """A key that is equal for Sequentials that divide alike."""
 
     def of(units: Sequence[Unit]) -> list[Any]:
         return [(type(u.module), u.why, u.require, of(u.inside), channels(u.ops)) for u in units]
@@ -390,7 +390,7 @@ def _call_part(
     inputs: list[Any],
     kwargs: dict[nn.Module, dict[str, Any]] | None,
 ) -> Any:
-    """What a part makes of its input and extra inputs."""
+    """Call a part with its input and extra inputs."""
     ops = partition.ops[part.ops]
     if isinstance(part.call, Run):
         of_ops = None if kwargs is None else [kwargs.get(op, {}) for op in ops]
@@ -407,7 +407,7 @@ def _call_part(
 
 
 def _checked(part: Part, returned: Any) -> Sequence[Any]:
-    """What a part returned: its output and its extra outputs."""
+    """Check and return the output and the extra outputs of a part."""
     if not isinstance(returned, tuple | list) or len(returned) != 1 + (part.num_outputs or 0):
         raise TypeError(
             f"a call of {type(part.call).__name__}, which {part.why}, must return its output "
@@ -427,7 +427,7 @@ def _plans(partition: Partition) -> list[Any]:
 
 
 def _types(t: Any) -> str:
-    """What ``t`` is, and what a mapping holds."""
+    """The type of ``t``, and the types that a mapping holds."""
     inside = f" of {sorted({type(v).__name__ for v in t.values()})}" if isinstance(t, dict) else ""
     return f"a {type(t).__name__}{inside}"
 

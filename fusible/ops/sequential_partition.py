@@ -109,7 +109,7 @@ def _groups(units: Sequence[Unit]) -> Iterator[list[Unit]]:
 def _call(
     unit: Unit, wiring: Wiring, ops: tuple[Any, ...], rules: Sequence[Rule]
 ) -> tuple[Run | nn.Module, Partition | None]:
-    """What a part that starts with ``unit`` calls, and the partition that it is called with."""
+    """The callable of a part that starts with ``unit``, and the partition for its call."""
     if unit.why is None:
         return Run(ops, rules, wiring), None
     if unit.inside and not _is_wired_alone(ops, wiring):

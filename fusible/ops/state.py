@@ -1,4 +1,4 @@
-"""What outlives a conversion or a load of an op, and whose state dicts it takes."""
+"""State of ops through conversions and loads, and the state dicts that they take."""
 
 from __future__ import annotations
 

@@ -52,16 +52,16 @@ from fusible.recipes.tensor import QuantizedTensor, attributes_of
 
 
 class SavedLinear(NamedTuple):
-    """What the backward of a linear reads of its forward."""
+    """The saved tensors of a linear, as its backward reads them."""
 
     call: LinearCall
-    """Of the backward."""
+    """The call of the backward."""
     x: Any
     """The input, as the weight gradient reads it; None where it was not saved."""
     row_scale: Tensor | None
-    """What multiplied the bias of each row, ``[rows]``."""
+    """The factor of the bias of each row, ``[rows]``."""
     weights: Any
-    """As the data gradient reads them."""
+    """The weights in the form that the data gradient reads."""
 
 
 WeightQuantizer = Callable[[list[Tensor], Recipe, torch.dtype, Sequence[ProductKind]], Any]
@@ -234,7 +234,7 @@ class WeightedOperation(CastingOp):
     # --- gradients -------------------------------------------------------------------------------
 
     def weight_grads(self, ctx: OperationContext, gradient: WeightGradient) -> Grads:
-        """What the backward returns for the weights; decides where their gradient goes, and when.
+        """The gradients of the weights for autograd; decides where and when they are computed.
 
         One for each weight: the gradients, or dummy gradients for those that are in
         ``main_grad`` (:func:`fusible.ops.wgrad.dummy_wgrad`), or None for delayed ones.
@@ -259,7 +259,7 @@ class WeightedOperation(CastingOp):
         return nothing if into is None else tuple([dummy_wgrad(weight) for weight in weights])
 
     def _held_weights(self) -> list[Tensor | None]:
-        """What the module holds now under the names of the weights."""
+        """The tensors that the module holds now under the names of the weights."""
         held = self._held_by()._parameters
         return [held.get(name) for name in self._weight_names()]
 
@@ -515,7 +515,7 @@ class WeightedOperation(CastingOp):
         return tuple(notes)
 
     def call_notes(self, ctx: OperationContext) -> tuple[str, ...]:
-        """That weights are computed from stored ones, as with an adapter."""
+        """A note if weights are computed from stored ones, as with an adapter."""
         held = [local(p) for name in self._weight_names() for p in self.stored(name)]
         used = ctx.parameters[: self.num_weights]
         if all([is_quantized(w) for w in used]) or not any([is_quantized(p) for p in held]):

@@ -1,4 +1,4 @@
-"""Where a weight gradient goes: to autograd or into ``main_grad``, now or at ``backward_dw()``."""
+"""Weight gradients: for autograd or into ``main_grad``, now or at ``backward_dw()``."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def _checked(main_grad: Any, weight: Tensor, op_name: str) -> Tensor:
 
 
 def dummy_wgrad(weight: Tensor) -> Tensor | None:
-    """What autograd gets for a weight whose gradient is in ``main_grad``.
+    """The gradient that autograd gets for a weight with ``main_grad``.
 
     Frameworks hang their reductions on autograd's accumulation of the weight's gradient. A weight
     with the attribute ``grad_added_to_main_grad`` has it set, and gets a dummy gradient, of
@@ -193,12 +193,12 @@ class DelayedWgrad(NamedTuple):
 
     gradient: WeightGradient
     weights: tuple[Tensor, ...]
-    """Those that the forward used."""
+    """The weights that the forward used."""
     held: tuple[bool, ...]
-    """Which of them the module held in the backward."""
+    """For each, whether the module held it in the backward."""
     into: MainGrads | None
     versions: tuple[int | None, ...]
-    """Of the tensors that it reads."""
+    """The versions of the tensors that it reads."""
 
     @classmethod
     def of(

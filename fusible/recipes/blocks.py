@@ -1,4 +1,4 @@
-"""Where the blocks of a format are in a matrix: reduction to one number per block, and back.
+"""Blocks of a format in a matrix: reduction to one number per block, and back.
 
 ``ends`` are the cumulative end rows of groups, read on the device only; every size follows from the
 number of rows and of groups.

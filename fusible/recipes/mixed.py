@@ -174,7 +174,7 @@ def _key(key: Any) -> Any:
 
 
 _NUMBERS: dict[tuple[Any, ...], int] = {}
-"""Of mappings whose modules live."""
+"""The numbers of mappings whose modules live."""
 _next_number = itertools.count()
 
 

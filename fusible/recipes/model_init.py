@@ -18,7 +18,7 @@ from fusible.recipes.recipe import Recipe, check_scope
 from fusible.recipes.tensor import QuantizedTensor, are_alike, stack, unstack
 
 Usage = Literal["training", "inference"]
-"""What stored weights are for: all products, or the forward alone."""
+"""The use of stored weights: all products, or the forward alone."""
 
 
 @dataclass(frozen=True)

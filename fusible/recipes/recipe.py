@@ -1,4 +1,4 @@
-"""Which number formats the operands of a matrix product have: recipes, under TE's names."""
+"""Recipes: the number formats of the operands of matrix products, under TE's names."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ROLES: tuple[Role, ...] = get_args(Role)
 
 
 class Format(Enum):
-    """Which elements a recipe uses, forward and backward."""
+    """The elements of a recipe, forward and backward."""
 
     E2M1 = "E2M1 forward and backward"
     E4M3 = "E4M3 forward and backward"
@@ -192,7 +192,7 @@ class _Scaling(Recipe):
     _format: ClassVar[Callable[..., NumberFormat]]
     """A method, the format of a role."""
     _formats: ClassVar[dict[Role, NumberFormat]]
-    """Of this recipe, by the roles that it quantizes."""
+    """The formats of this recipe, by the roles that it quantizes."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -17,7 +17,7 @@ class StoredWeights(NamedTuple):
 
     data: Sequence[Tensor]
     scale: Sequence[Tensor]
-    """Of E8M0 scales their bytes."""
+    """The scales; E8M0 scales as bytes."""
     tensor_scale: Sequence[Tensor]
     """Empty in formats without."""
 

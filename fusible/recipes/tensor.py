@@ -35,7 +35,7 @@ PIECES = (
 
 
 class WrapperTensor(DispatchedTensor):
-    """What quantized and grouped tensors share: plain tensors under names, seen as one tensor.
+    """Base of quantized and grouped tensors: plain tensors under names, seen as one tensor.
 
     ``rowwise_data``, ``scale_inv``, ``columnwise_data`` and ``columnwise_scale_inv`` are laid out
     as in ``QuantizedMatrix`` and None if the use is missing; in a format whose blocks have no

@@ -1,4 +1,4 @@
-"""What ATen operations do with quantized and grouped tensors: keep the format, or use the values.
+"""ATen operations on quantized and grouped tensors: those that keep the format, and others.
 
 An operation without special treatment runs on the values in the nominal dtype and returns ordinary
 tensors, or views of the values. What it writes to a quantized tensor or to a view is quantized.
@@ -241,7 +241,7 @@ class _SharedValues:
     """
 
     living: ClassVar[WeakValueDictionary[tuple[Any, ...], _SharedValues]] = WeakValueDictionary()
-    """By the identity of what is stored, so that all views of it see each other's writes."""
+    """By identity of the stored tensors, so that all views see each other's writes."""
 
     def __init__(self, q: WrapperTensor, values: Tensor) -> None:
         self.q, self.values = q.with_pieces(q.pieces()), values
@@ -401,7 +401,7 @@ def _view_of_values(
 
 
 class _Implicit:
-    """Of the whole process, since a backward on CUDA runs on threads of its own."""
+    """State of the whole process, since a backward on CUDA runs on threads of its own."""
 
     count = 0
     forbidden = 0

@@ -1,4 +1,4 @@
-"""What is fixed when a kernel of the dense backwards is compiled."""
+"""Compile-time parameters of the kernels of the dense backwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is fixed when a kernel for few rows is compiled, and how its threads share a tile."""
+"""Compile-time parameters of a kernel for few rows, and how its threads share a tile."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class FewRowsSpec(NamedTuple):
     """
 
     format: NumberFormat
-    """Of the weights."""
+    """The format of the weights."""
     table: bool = False
     """Weights of groups lie apart, at the addresses of a table."""
     bias: bool = False
@@ -69,7 +69,7 @@ class FewRowsSpec(NamedTuple):
 
     @property
     def shared_percent(self) -> int:
-        """Of the memory that shared memory and the L1 cache divide."""
+        """The share of shared memory in the memory that it divides with the L1 cache."""
         sums = self.warps_along * MMA_ROWS * self.row_tiles * self.pitch
         words = sums + MAX_GROUPS + 1 + WARPS
         return -(-100 * RESIDENT * (4 * words + 1024) // _SHARED_BYTES)

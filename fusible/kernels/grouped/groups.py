@@ -1,4 +1,4 @@
-"""Where the groups of rows end, from their sizes, and the group of each row."""
+"""End rows of groups from their sizes, and the group of each row."""
 
 from __future__ import annotations
 

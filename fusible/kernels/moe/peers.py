@@ -19,7 +19,7 @@ class PeerRows(NamedTuple):
     offset: int
     """Bytes from where a memory begins to its rows."""
     rank: int
-    """Of this process."""
+    """The rank of this process."""
     end: Callable[[], None]
     """To be called when the last read of them is enqueued."""
 

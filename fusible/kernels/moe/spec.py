@@ -1,4 +1,4 @@
-"""What is fixed when the kernels that move rows are compiled."""
+"""Compile-time parameters of the kernels that move rows."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class SortSpec(NamedTuple):
     wide: bool
     """Ids are int64, or else int32."""
     ctas: int
-    """Of the cluster; 1 for a GPU without clusters."""
+    """CTAs of the cluster; 1 for a GPU without clusters."""
 
     @property
     def warps(self) -> int:

@@ -94,10 +94,10 @@ def amax_bits(
 
 
 class Sizes(NamedTuple):
-    """What kernels are given of a matrix, or of equal ones or groups one after the other."""
+    """Sizes of a matrix, or of equal matrices or groups one after another, for kernels."""
 
     rows: int
-    """Of all matrices."""
+    """The rows of all matrices."""
     columns: int
     pitch: int
     groups: int

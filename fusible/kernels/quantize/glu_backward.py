@@ -31,7 +31,7 @@ _Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 class _Inputs(NamedTuple):
-    """What the backward reads; see `quantize_glu_backward`."""
+    """The inputs of the backward; see `quantize_glu_backward`."""
 
     dy: Tensor
     preact: Tensor
@@ -40,7 +40,7 @@ class _Inputs(NamedTuple):
 
 
 class GluGradients(NamedTuple):
-    """What the backward of an activation gives."""
+    """The results of the backward of an activation."""
 
     operands: KMajor
     """The pre-activation's gradient ``[rows, columns]``, rounded to BF16, then quantized."""

@@ -128,7 +128,7 @@ def quantize_k_major(
 def as_operands(
     pieces: Pieces, fmt: NumberFormat, rowwise: bool, columnwise: bool, grouped: bool
 ) -> KMajor:
-    """What `quantize_k_major` returns, from what its op does."""
+    """The operands from the tensors of the op."""
     row_data, row_scale, column_data, column_scale, padded_ends = pieces
     row = column = None
     if fmt.directional:
@@ -158,7 +158,7 @@ def _pads_groups(fmt: NumberFormat, grouped: bool) -> bool:
 
 
 def stored_operand(matrix: QuantizedMatrix, rows_per_scale: int = 1) -> ScaledMatrix:
-    """What is stored row-wise, with a scale for each ``rows_per_scale`` rows and 128 columns."""
+    """The row-wise form, with a scale for each ``rows_per_scale`` rows and 128 columns."""
     data, scale, _, fmt, _, ends = matrix
     if fmt.block is None:
         *lead, rows, columns = data.shape

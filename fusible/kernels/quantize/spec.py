@@ -1,4 +1,4 @@
-"""What is fixed when a quantizer's kernel is compiled, and how its threads are laid over a matrix.
+"""Compile-time parameters of a quantizer's kernel, and how threads are laid over a matrix.
 
 A thread owns ``vector`` neighbouring columns of ``thread_rows`` rows, all of it in registers. The
 threads of a block of rows stand side by side, and where the block has more rows than a thread
@@ -18,7 +18,7 @@ THREADS = 128
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 """High precision on either side, by PTX name."""
 VALUES = DTYPES[compute_dtype(torch.device("cuda"))]
-"""That of the values that a quantizer gives besides, dequantized."""
+"""The PTX name of the dequantized values that a quantizer writes besides."""
 
 PIECE = 16
 """Neighbouring rows whose bytes fill the widest store of a thread, where columns are contiguous."""
@@ -50,7 +50,7 @@ class QuantizeSpec(NamedTuple):
     grouped: bool
     """Groups end where a tensor on the device says, else all have ``matrix_rows`` rows."""
     wide_ends: bool
-    """Those ends are int64, else int32."""
+    """The ends are int64, else int32."""
     rowwise: bool
     columnwise: bool
     row_values: bool = False
@@ -122,7 +122,7 @@ class GluBackwardSpec(NamedTuple):
     quantize: QuantizeSpec
     activation: str
     scaled: bool
-    """By one scale per row, whose gradient is computed too."""
+    """The output is multiplied by one scale per row, whose gradient is computed too."""
     stripe: int
     """Neighbouring gate columns before their linear columns, if fewer than a thread has; else 0."""
     values: bool

@@ -1,1 +1,1 @@
-"""What all kernels share: device facts, compilation, the disk cache, launches."""
+"""The runtime of all kernels: device facts, compilation, the disk cache, launches."""

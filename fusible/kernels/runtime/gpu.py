@@ -25,7 +25,7 @@ def sm_of(device: torch.device) -> int:
 
 @cache
 def architecture(device: torch.device) -> str:
-    """What kernels for a CUDA device are compiled for, such as ``"sm_90a"``."""
+    """The architecture that kernels for a CUDA device are compiled for: ``"sm_90a"``."""
     major, minor = capability(device)
     return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
 

@@ -1,4 +1,4 @@
-"""What the front end's kernels need of a launch: warm-up before a capture, one stream at a time."""
+"""Launches of the front end's kernels: warm-up before a capture, one stream at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the SM100 kernels support, as plain data: for rules, and for the ops' checks."""
+"""Limits of the SM100 kernels, as plain data: for rules, and for the ops' checks."""
 
 from fusible.recipes.formats import mxfp8, nvfp4
 

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 class ProductOperands(NamedTuple):
-    """What a product of rows multiplies, scales packed for the MMA."""
+    """The operands of a product of rows, scales packed for the MMA."""
 
     x: Tensor
     x_scales: Tensor | None
@@ -55,7 +55,7 @@ class ProductOperands(NamedTuple):
 
 
 class WgradOperands(NamedTuple):
-    """What a weight gradient multiplies, scales packed for the MMA."""
+    """The operands of a weight gradient, scales packed for the MMA."""
 
     dy: Tensor
     dy_scales: Tensor | None

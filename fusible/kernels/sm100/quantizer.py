@@ -39,7 +39,7 @@ are not wanted."""
 
 
 class QuantizeOptions(NamedTuple):
-    """What `quantize_packed` is asked for, and what it may read."""
+    """Options of `quantize_packed`."""
 
     rowwise: bool
     columnwise: bool
@@ -52,7 +52,7 @@ class QuantizeOptions(NamedTuple):
     rows, where they are known. They leave out NaN and the values within 32 columns of one, and are
     negative without rows. With them, NaN makes its own blocks NaN, else the whole group."""
     key: Tensor | None = None
-    """Of stochastic rounding; by default drawn."""
+    """The key of stochastic rounding; drawn by default."""
 
 
 def quantize_packed(

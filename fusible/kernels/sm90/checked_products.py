@@ -59,7 +59,7 @@ class _Operands(NamedTuple):
     table: int
     products: WeightProducts
     scales: tuple[int, ...] = NO_SCALES
-    """Of FP8 operands, as a launch reads them: addresses and strides."""
+    """Addresses and strides of the scales of FP8 operands, as a launch reads them."""
     scale_tensors: tuple[Tensor, ...] = ()
     """The tensors behind those addresses."""
 
@@ -294,7 +294,7 @@ def grouped_wgrad(
 
 
 class _GradientOperands(NamedTuple):
-    """What a weight gradient multiplies, as TMA reads it, and the launches of the products."""
+    """The operands of a weight gradient, as TMA reads them, and the launches of the products."""
 
     dy: Tensor
     x: Tensor

@@ -31,7 +31,7 @@ def step_times(linears: Sequence[tuple[int, int]]) -> tuple[float, float, float]
 
 
 def speed_note(linears: Sequence[tuple[int, int]]) -> str:
-    """What ``explain`` says of these times."""
+    """A sentence on these times, for ``explain``."""
     bf16, fp8, weights = step_times(linears)
     text = f"forward and backward on an H200, estimated: {fp8 / bf16:.2f} of BF16's time"
     if fp8 >= bf16:

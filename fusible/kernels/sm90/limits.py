@@ -1,4 +1,4 @@
-"""What the SM90 kernels support, as plain data: for rules, and for kernel selection in a call."""
+"""Limits of the SM90 kernels, as plain data: for rules, and for kernel selection in a call."""
 
 import functools
 

@@ -97,7 +97,7 @@ class Matrices(NamedTuple):
     """E matrices of one shape and layout: evenly spaced, or each at its own address."""
 
     address: int
-    """Of the first."""
+    """The address of the first matrix."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     pointers: tuple[int, ...] | None = None
@@ -161,7 +161,7 @@ class MatrixLayout(NamedTuple):
     pitch: int
     group_pitch: int
     major: str
-    """Which dimension is contiguous: n (rows) or k (depth)."""
+    """The contiguous dimension: n (rows) or k (depth)."""
     rows: int
     depth: int
 

@@ -142,7 +142,7 @@ class Spec(NamedTuple):
 
     @property
     def a_major(self) -> str:
-        """Which dimension of operand A is contiguous: k, the reduction, or n, its rows."""
+        """The contiguous dimension of operand A: k, the reduction, or n, its rows."""
         return "k" if self.by_rows or self.scaled else "n"
 
     @property

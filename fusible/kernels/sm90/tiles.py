@@ -102,7 +102,7 @@ def supports_tile(kind: str, tile: Tile, major: str, interleave: int, bias: bool
 
 
 class Constants(NamedTuple):
-    """What is fitted to measurements: nanoseconds of one multiprocessor, unless said."""
+    """Constants fitted to measurements: nanoseconds of one multiprocessor, unless said."""
 
     multiply: float = 0.977  # 64 rows by one column, by 64 of the reduction
     load: float = 0.912  # 64 of the reduction of one row or column of a tile, from the L2 cache

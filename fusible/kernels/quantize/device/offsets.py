@@ -1,4 +1,4 @@
-"""Where groups begin and end, from their sizes, in one launch."""
+"""Begins and ends of groups from their sizes, in one launch."""
 
 import cutlass
 from cutlass import Int32, Int64, cute
