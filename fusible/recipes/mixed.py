@@ -55,6 +55,12 @@ class ByPass(Recipe):
         both = self.forward, self.forward if self.backward is None else self.backward
         return all(recipe.fp8_products for recipe in both)
 
+    @property
+    def of_fp8_products(self) -> Recipe:
+        """Return the same of the recipes by which FP8 products quantize."""
+        backward = None if self.backward is None else self.backward.of_fp8_products
+        return replace(self, forward=self.forward.of_fp8_products, backward=backward)
+
     def format(self, role: Role) -> NumberFormat | None:
         """Return the format of the forward's recipe; of gradients that of the backward's."""
         if role != "grad":

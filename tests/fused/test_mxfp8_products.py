@@ -24,7 +24,13 @@ from test_sm90_fp8 import (
 )
 
 import fusible as fz
-from fusible.recipes import Float8BlockScaling, Format, MXFP8BlockScaling, group_quantize
+from fusible.recipes import (
+    ByPass,
+    Float8BlockScaling,
+    Format,
+    MXFP8BlockScaling,
+    group_quantize,
+)
 from fusible.recipes.formats import fp8_block, mxfp8
 from fusible.recipes.quantization import dequantize, quantize
 
@@ -148,6 +154,17 @@ def test_the_error_of_a_block_is_what_the_option_says(columnwise):
     assert error.any()
     exact = blocks.abs() >= scale * 2**-6
     assert not error[exact].any()
+
+
+def test_recipes_by_pass():
+    torch.manual_seed(0)
+    module = randomized(mlp())
+    given, dy = inputs(module), integers(ROWS, HIDDEN)
+    want = step(module, Float8BlockScaling(), given, dy)
+    ref.assert_equal(step(module, ByPass(MX, MX), given, dy), want)
+    for other in (MXFP8BlockScaling(), Float8BlockScaling()):
+        text = explained(module, *given, recipe=ByPass(MX, other))
+        assert "GroupedMLP by grouped_mlp_sm90_fp8" not in text
 
 
 def test_explain_says_what_is_multiplied_and_names_the_option():
