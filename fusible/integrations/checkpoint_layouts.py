@@ -17,7 +17,8 @@ from fusible.recipes.formats import E2M1, E4M3, NumberFormat, fp8_block, fp8_ten
 from fusible.recipes.matrix import OperandData, QuantizedMatrix, as_bytes
 from fusible.recipes.quantization import HIGH_PRECISION
 from fusible.recipes.quantize_ops import dequantize_matrix
-from fusible.recipes.tensor import PIECES, QuantizedTensor
+from fusible.recipes.tensor import QuantizedTensor
+from fusible.recipes.wrapper import PIECES
 
 MXFP4 = NumberFormat("mxfp4_e2m1", E2M1, (1, 32), "e8m0_up")
 """OCP MXFP4: E2M1 with one power of two per 32."""

@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fusible.calls import may_cache
 from fusible.recipes.tensor import QuantizedTensor
-from fusible.recipes.tensor_dispatch import UnseenWrites
+from fusible.recipes.wrapper import UnseenWrites
 
 
 class _Steps:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from fusible.recipes.checkpoint_state import prepare_load, save_pieces
 from fusible.recipes.quantization import HIGH_PRECISION
-from fusible.recipes.tensor import QuantizedTensor, are_alike, attributes_of, stack, unstack
+from fusible.recipes.tensor import QuantizedTensor, are_alike, stack, unstack
+from fusible.recipes.wrapper import attributes_of
 
 State = dict[str, Any]
 

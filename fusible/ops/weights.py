@@ -48,7 +48,8 @@ from fusible.recipes.product import ProductKind, is_quantized, quantize_operand,
 from fusible.recipes.quantizer import Quantizer
 from fusible.recipes.recipe import Recipe, Role
 from fusible.recipes.sharding import is_sharded, local, shard
-from fusible.recipes.tensor import QuantizedTensor, attributes_of
+from fusible.recipes.tensor import QuantizedTensor
+from fusible.recipes.wrapper import attributes_of
 
 
 class SavedLinear(NamedTuple):

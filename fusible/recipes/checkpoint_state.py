@@ -19,7 +19,8 @@ from fusible.recipes.formats import NumberFormat
 from fusible.recipes.matrix import as_bytes, shapes_of
 from fusible.recipes.quantization import HIGH_PRECISION
 from fusible.recipes.sharding import is_sharded, local, shard, sharded_as
-from fusible.recipes.tensor import PIECES, QuantizedTensor
+from fusible.recipes.tensor import QuantizedTensor
+from fusible.recipes.wrapper import PIECES
 
 _KEYS = {
     "rowwise_data": "values",

@@ -15,8 +15,9 @@ from fusible.library import define
 from fusible.recipes.formats import NumberFormat
 from fusible.recipes.quantizer import Quantizer
 from fusible.recipes.sharding import per_matrix
-from fusible.recipes.tensor import PIECES, QuantizedTensor, WrapperTensor, quantized_pieces
-from fusible.recipes.tensor_dispatch import implicit_values
+from fusible.recipes.tensor import QuantizedTensor
+from fusible.recipes.tensor_dispatch import DispatchedTensor, implicit_values
+from fusible.recipes.wrapper import PIECES, WrapperTensor, quantized_pieces
 
 
 def _group_offsets(first_dims: Tensor, columns: int) -> tuple[Tensor, Tensor]:
@@ -38,7 +39,7 @@ group_offsets = define(_group_offsets, _group_offsets_fake, name="group_offsets"
 _SIZES = ("first_dims", "tensor_offsets", "ends")
 
 
-class GroupedTensor(WrapperTensor):
+class GroupedTensor(WrapperTensor, DispatchedTensor):
     """``num_tensors`` matrices one after the other: ``[rows, columns]``, quantized or not.
 
     ``first_dims`` (int32 or int64 ``[groups]``) has the rows of each, on the tensor's device;

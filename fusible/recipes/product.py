@@ -25,7 +25,7 @@ from fusible.recipes.matrix import Operand, QuantizedMatrix, Uses
 from fusible.recipes.quantize_ops import dequantize_matrix, quantize_for
 from fusible.recipes.quantizer import Quantizer
 from fusible.recipes.recipe import Recipe, Role
-from fusible.recipes.tensor import WrapperTensor
+from fusible.recipes.wrapper import WrapperTensor
 
 ProductKind = Literal["forward", "dgrad", "wgrad"]
 

@@ -19,8 +19,9 @@ from fusible.recipes.formats import (
     mxfp8,
     nvfp4,
 )
-from fusible.recipes.tensor import QuantizedTensor, WrapperTensor
+from fusible.recipes.tensor import QuantizedTensor
 from fusible.recipes.tensor_dispatch import implicit_values
+from fusible.recipes.wrapper import WrapperTensor
 
 
 class Quantizer:

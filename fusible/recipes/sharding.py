@@ -8,23 +8,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from fusible.calls import depend_on_values
 from fusible.recipes.formats import NumberFormat
+from fusible.recipes.wrapper import WrapperTensor
 
-if TYPE_CHECKING:
-    from fusible.recipes.tensor import QuantizedTensor
+
+W = TypeVar("W", bound=WrapperTensor)
 
 
 class NotStorableError(ValueError):
     """A part or a view of a quantized tensor that its format cannot hold: its values are used."""
 
 
-def check_rows_kept(q: QuantizedTensor) -> None:
+def check_rows_kept(q: WrapperTensor) -> None:
     """Raise NotStorableError unless the rows of the pieces are the rows of the tensor."""
     data = next(iter(q.pieces().values()))
     if data.shape[:-1] != q.shape[:-1]:
@@ -46,27 +47,29 @@ def per_matrix(fmt: NumberFormat) -> set[str]:
     return scales | {"scale_inv"} if fmt.block is None else scales
 
 
-def _rows_of_pieces(q: QuantizedTensor, start: int, stop: int) -> dict[str, tuple[int, int]]:
+def _rows_of_pieces(q: WrapperTensor, start: int, stop: int) -> dict[str, tuple[int, int]]:
     """Return where rows ``start`` to ``stop`` are in every piece; NotStorableError if blocks break.
 
     The last block of the tensor may be a short one.
     """
-    per = {name: rows_per_entry(q.format).get(name, 1) for name in q.pieces()}
-    if per_matrix(q.format) & per.keys():
+    fmt = q.format
+    assert fmt is not None  # only a grouped tensor has none
+    per = {name: rows_per_entry(fmt).get(name, 1) for name in q.pieces()}
+    if per_matrix(fmt) & per.keys():
         raise NotStorableError(
-            f"a {q.format.name} matrix must not be cut between rows, which share a scale; got "
+            f"a {fmt.name} matrix must not be cut between rows, which share a scale; got "
             f"{q!r}; store all groups as one 3-D weight, which is cut between groups, or use MXFP8"
         )
     whole = math.lcm(*per.values())
     if start % whole or (stop % whole and stop != q.shape[-2]):
         raise NotStorableError(
-            f"rows of a {q.format.name} tensor must be cut in whole blocks of {whole}, got "
+            f"rows of a {fmt.name} tensor must be cut in whole blocks of {whole}, got "
             f"{start} to {stop} of {q!r}; use a multiple of {whole} rows for every shard"
         )
     return {name: (start // count, -(-stop // count)) for name, count in per.items()}
 
 
-def cut(q: QuantizedTensor, dim: int, start: int, stop: int) -> QuantizedTensor:
+def cut(q: W, dim: int, start: int, stop: int) -> W:
     """Return a view of entries ``start`` to ``stop`` along a dimension other than the last.
 
     Raises NotStorableError for the last dimension, for a part of a block of rows, and for rows that
@@ -95,18 +98,18 @@ def cut(q: QuantizedTensor, dim: int, start: int, stop: int) -> QuantizedTensor:
     return q.with_pieces(pieces, shape)
 
 
-def split(q: QuantizedTensor, size: int, dim: int = 0) -> list[QuantizedTensor]:
+def split(q: WrapperTensor, size: int, dim: int = 0) -> list[WrapperTensor]:
     """Return views of at most ``size`` entries along ``dim``; errors as :func:`cut`."""
     return [cut(q, dim, at, at + size) for at in range(0, max(q.shape[dim], 1), size)]
 
 
 def slice_(
-    q: QuantizedTensor,
+    q: WrapperTensor,
     dim: int = 0,
     start: int | None = None,
     stop: int | None = None,
     step: int = 1,
-) -> QuantizedTensor:
+) -> WrapperTensor:
     """``aten.slice`` with step 1; errors as :func:`cut`."""
     if step != 1:
         raise NotStorableError(
@@ -123,7 +126,7 @@ def slice_(
     return cut(q, dim, min(max(start, 0), size), max(stop, 0))
 
 
-def new_zeros(q: QuantizedTensor, size: Sequence[int], **options: Any) -> Tensor:
+def new_zeros(q: WrapperTensor, size: Sequence[int], **options: Any) -> Tensor:
     """Return zeros in the format of ``q``, as many matrices or rows of it as ``cut`` could return.
 
     Plain ones for another dtype, rank or number of columns.
@@ -146,7 +149,7 @@ def new_zeros(q: QuantizedTensor, size: Sequence[int], **options: Any) -> Tensor
     return q.with_pieces(pieces, size)
 
 
-def gatherable(q: QuantizedTensor, ranks: int, size: Sequence[int]) -> tuple[Tensor, ...]:
+def gatherable(q: WrapperTensor, ranks: int, size: Sequence[int]) -> tuple[Tensor, ...]:
     """Return the pieces of a shard of a tensor of ``size`` as bytes, for every rank to gather.
 
     Raises ValueError unless the first dimension is shared evenly among the ranks.
@@ -160,7 +163,7 @@ def gatherable(q: QuantizedTensor, ranks: int, size: Sequence[int]) -> tuple[Ten
     return tuple([piece.view(torch.uint8) for piece in q.pieces().values()])
 
 
-def gathered(q: QuantizedTensor, outputs: Sequence[Tensor], dtype: torch.dtype) -> QuantizedTensor:
+def gathered(q: W, outputs: Sequence[Tensor], dtype: torch.dtype) -> W:
     """Return the tensor whose shards' pieces are gathered, of nominal ``dtype``; ``q`` is one."""
     if len(outputs) < len(q.pieces()):
         # For one rank alone, torch (2.13) copies the first piece only: the shard is all there is.
@@ -196,7 +199,7 @@ def sharded_as(t: Any, part: Tensor) -> Any:
 def whole(t: Any) -> Tensor:
     """All of a ``DTensor`` on every rank, gathered as it is stored."""
     part = t.to_local()
-    if not hasattr(part, "map_pieces"):
+    if not isinstance(part, WrapperTensor):
         return t.full_tensor()
     return part.map_pieces(
         lambda piece: sharded_as(t, piece.view(torch.uint8)).full_tensor().view(piece.dtype),

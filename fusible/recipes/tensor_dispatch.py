@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
+from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -24,9 +24,7 @@ from fusible.calls import capturing, depend_on_values, is_traced
 from fusible.recipes import sharding
 from fusible.recipes.matrix import as_bytes
 from fusible.recipes.quantization import HIGH_PRECISION
-
-if TYPE_CHECKING:
-    from fusible.recipes.tensor import QuantizedTensor, WrapperTensor
+from fusible.recipes.wrapper import WrapperTensor, overwrite
 
 
 def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -51,7 +49,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func.overloadpacket in _REFUSED:
         raise NotImplementedError(f"{func} {_REFUSED[func.overloadpacket]}")
     reason = None
-    if args and _is_wrapper(args[0]):
+    if args and isinstance(args[0], WrapperTensor):
         special = _OF_GROUPED if args[0].ends is not None else _OF_QUANTIZED
         if func in special and not (func in _PARTS and forward_ad._current_level >= 0):
             try:
@@ -111,7 +109,7 @@ def _run_on_values(
         if isinstance(x, ValuesView):
             x.shared.update(func)
             return x.plain
-        if not _is_wrapper(x):
+        if not isinstance(x, WrapperTensor):
             return x
         if id(x) not in values:
             if shape_only and x is args[0]:
@@ -130,7 +128,7 @@ def _run_on_values(
     for shared in {leaf.shared for leaf in leaves if isinstance(leaf, ValuesView)}:
         shared.quantize()
     for leaf in leaves:
-        if _is_wrapper(leaf):
+        if isinstance(leaf, WrapperTensor):
             leaf.quantize_(values[id(leaf)])
         # PyTorch leaves the versions of a list to the operations on its members.
         if func.__name__.startswith("_foreach") and isinstance(leaf, DispatchedTensor):
@@ -466,29 +464,6 @@ def implicit_values(
 # --- operations with special treatment -----------------------------------------------------------
 
 
-class UnseenWrites:
-    """Writes to pieces of quantized tensors that no version tells of, in this process."""
-
-    gathers = 0
-    """How many times FSDP2 has filled gathered ones."""
-    captured = False
-    """Whether a captured CUDA graph has written any: a replay may at any time."""
-
-
-def overwrite(q: WrapperTensor, name: str, new: Tensor, non_blocking: bool = False) -> None:
-    """Copy ``new`` into a piece of a quantized tensor, for autograd to see.
-
-    Below ``__torch_dispatch__`` a copy does not count as a change of what a graph has saved.
-    """
-    piece = getattr(q, name)
-    memory = getattr(q, f"{name}_bytes", piece)
-    memory.copy_(as_bytes(new), non_blocking)
-    if capturing():
-        UnseenWrites.captured = True
-    if not piece.is_inference():
-        increment_version([piece] if memory is piece else [piece, memory])
-
-
 @contextmanager
 def _shared_versions() -> Iterator[None]:
     """Give views of pieces the version of what they are views of, as outside of a dispatch."""
@@ -499,10 +474,6 @@ def _shared_versions() -> Iterator[None]:
         yield
     finally:
         torch._C._dispatch_tls_set_dispatch_key_excluded(key, excluded)
-
-
-def _is_wrapper(x: Any) -> TypeGuard[WrapperTensor]:
-    return isinstance(x, DispatchedTensor) and not isinstance(x, ValuesView)
 
 
 _aten = torch.ops.aten
@@ -543,7 +514,7 @@ def _copy_(
     target: WrapperTensor, source: Tensor | float, non_blocking: bool = False
 ) -> WrapperTensor:
     """Copy what is stored if both store alike, else quantize the values; the groups' sizes, too."""
-    if _is_wrapper(source):
+    if isinstance(source, WrapperTensor):
         alike = target.holds_alike(source)
         values = None if alike else implicit_values(_aten.copy_.default, source, torch.float32)
         names = target.pieces() if alike else target.sizes if target.can_group_as(source) else ()
@@ -562,28 +533,30 @@ def _copy_(
     return target.quantize_(source)
 
 
-def _view(q: QuantizedTensor, size: Sequence[int]) -> QuantizedTensor:
+def _view(q: WrapperTensor, size: Sequence[int]) -> WrapperTensor:
     """Regroup the rows, in whole blocks; the columns stay. From and to flat: as stored."""
     shape = torch.empty(q.shape, device="meta").view(size).shape
     if len(shape) == 1 or q.dim() == 1 or shape == q.shape:
         return q.with_pieces(q.pieces(), shape)
     sharding.check_rows_kept(q)
+    fmt = q.format
+    assert fmt is not None  # only a grouped tensor has none
     rows, new_rows = q.shape[-2], shape[-2]
-    across, along = q.format.block or (1, 1)
+    across, along = fmt.block or (1, 1)
     along = along if q.columnwise_data is not None else across
     whole = rows == new_rows or (new_rows and rows % along == 0 and new_rows % along == 0)
     if shape[-1] != q.shape[-1] or not whole:
         raise sharding.NotStorableError(
-            f"a view of a {q.format.name} tensor must keep its {q.shape[-1]} columns and whole "
+            f"a view of a {fmt.name} tensor must keep its {q.shape[-1]} columns and whole "
             f"blocks of {along} rows, got {tuple(shape)} from {tuple(q.shape)}; call .dequantize()"
         )
-    of_matrices = sharding.per_matrix(q.format)
+    of_matrices = sharding.per_matrix(fmt)
     if of_matrices & q.pieces().keys() and shape[:-2].numel() != q.shape[:-2].numel():
         raise sharding.NotStorableError(
-            f"a view of a {q.format.name} tensor must keep its matrices, each has its own scale, "
+            f"a view of a {fmt.name} tensor must keep its matrices, each has its own scale, "
             f"got {tuple(shape)} from {tuple(q.shape)}; call .dequantize()"
         )
-    per_entry = sharding.rows_per_entry(q.format)
+    per_entry = sharding.rows_per_entry(fmt)
 
     def regroup(name: str, piece: Tensor) -> Tensor:
         if name in of_matrices:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusible as fz
 from fusible.ops import operand_cache
-from fusible.recipes.tensor_dispatch import UnseenWrites
+from fusible.recipes.wrapper import UnseenWrites
 from fusible.testing import assume_target
 
 SPLITS = torch.tensor([20, 0, 28])
@@ -149,7 +149,7 @@ def test_a_graph_that_writes_weights_ends_the_keeping(monkeypatch):
     op = stored(True)
     step(op)
     with monkeypatch.context() as patch:
-        patch.setattr("fusible.recipes.tensor_dispatch.capturing", lambda: True)
+        patch.setattr("fusible.recipes.wrapper.capturing", lambda: True)
         with torch.no_grad():
             op.weight.mul_(1)
     assert UnseenWrites.captured

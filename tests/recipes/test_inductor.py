@@ -64,7 +64,7 @@ def test_the_cache_of_compiled_code_tells_kinds_of_tensors_apart():
 def test_the_cache_of_compiled_code_tells_versions_of_the_sources_apart(monkeypatch):
     q = tensor(RECIPES["mxfp8"])
     before = q._stable_hash_for_caching()
-    monkeypatch.setattr("fusible.recipes.tensor.sources_digest", lambda: "of another version")
+    monkeypatch.setattr("fusible.recipes.wrapper.sources_digest", lambda: "of another version")
     assert q._stable_hash_for_caching() != before
 
 
