@@ -12,13 +12,13 @@ from fusible.ops import GELU, QGELU, Bias, FusedOperation, ReLU, SiLU, SReLU
 from fusible.ops.casting import apply_quantizer, cast_grad
 from fusible.ops.op import Contexts, ExtraTensors, FusedGrads
 
-Activation = GELU | QGELU | ReLU | SReLU | SiLU
+UnscaledFunction = GELU | QGELU | ReLU | SReLU | SiLU
 
 
 class BackwardActivationBias(FusedOperation):
     """Backward of ``activation(x + bias)``."""
 
-    _basic_ops: tuple[Bias, Activation]
+    _basic_ops: tuple[Bias, UnscaledFunction]
 
     def backward_impl(self, ctxs: Contexts, dy: Tensor, dextras: ExtraTensors) -> FusedGrads:
         """One pass over the gradient and the activation's input."""
@@ -38,6 +38,6 @@ class BackwardActivationBias(FusedOperation):
     equal(this.bias.params_require_grad, True),
     phase="backward",
 )
-def backward_activation_bias(bias: Bias, activation: Activation) -> BackwardActivationBias:
+def backward_activation_bias(bias: Bias, activation: UnscaledFunction) -> BackwardActivationBias:
     """One pass over the gradient less: the pass that computes it sums it over rows, in FP32."""
     return BackwardActivationBias([bias, activation])

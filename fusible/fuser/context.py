@@ -11,6 +11,9 @@ from torch import Tensor
 
 from fusible.fuser.plan import GradNeeds
 
+Tensors = Sequence[Tensor | None]
+"""Extra tensors, or gradients, of one op; None where there is none."""
+
 _ALL = GradNeeds(True, True, (), ())
 _NO_KWARGS: dict[str, Any] = {}
 

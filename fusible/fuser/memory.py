@@ -19,10 +19,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import TensorWeakRef
 
-from fusible.fuser.context import OperationContext
+from fusible.fuser.context import OperationContext, Tensors
 from fusible.fuser.wiring import CALLER, Wiring, named
 
-Tensors = Sequence[Tensor | None]
 Reads = Iterable[tuple[str, Any]]
 """Descriptions of readers, each with the tensor that is read; other values are skipped."""
 

@@ -20,7 +20,7 @@ from fusible.recipes.recipe import Recipe
 
 logger = logging.getLogger(__name__)
 
-GROUP = "fusible.rules"
+ENTRY_POINTS = "fusible.rules"
 """The entry points under which other packages offer rules."""
 
 
@@ -52,7 +52,7 @@ class Registry:
         if self._discovered:
             return
         self._discovered = True
-        for entry in metadata.entry_points(group=GROUP):
+        for entry in metadata.entry_points(group=ENTRY_POINTS):
             try:
                 loaded = entry.load()
                 for rule in loaded if isinstance(loaded, list | tuple) else [loaded]:
@@ -61,9 +61,9 @@ class Registry:
                         logger.info("rule %s is from %s", rule.name, entry.value)
             except Exception as error:  # whatever it is, it is another package's
                 warnings.warn(
-                    f"the entry point {entry.name!r} ({entry.value}) in the group {GROUP} must be "
-                    f"a rule or a list of rules, got {type(error).__name__}: {error}; its rules "
-                    "are left out",
+                    f"the entry point {entry.name!r} ({entry.value}) in the group {ENTRY_POINTS} "
+                    f"must be a rule or a list of rules, got {type(error).__name__}: {error}; "
+                    "its rules are left out",
                     RuntimeWarning,
                     stacklevel=2,
                 )

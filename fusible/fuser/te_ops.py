@@ -7,9 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fusible.fuser.context import OperationContext
-
-Tensors = Sequence[Tensor | None]
+from fusible.fuser.context import OperationContext, Tensors
 
 
 def call_fuser_forward(

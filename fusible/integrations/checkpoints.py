@@ -146,7 +146,7 @@ class _Target(NamedTuple):
         return getattr(self.holder, "bias", None) is not None
 
 
-class _Weights(NamedTuple):
+class _ReadWeights(NamedTuple):
     """The entries of a checkpoint for a linear."""
 
     layout: CheckpointLayout
@@ -175,7 +175,7 @@ class _Reader:
         self.on_meta = False
         self.wrong: list[str] = []
 
-    def read(self, *, on_meta: bool = False) -> _Weights:
+    def read(self, *, on_meta: bool = False) -> _ReadWeights:
         """The parts of the weight, checked; ``on_meta``, only scales have values."""
         self.on_meta = on_meta
         parts = [self._part(base) for base in self.bases]
@@ -189,7 +189,7 @@ class _Reader:
         self._check_shapes(weights)
         self._raise()
         biases = [bias for _, _, bias in parts if bias is not None]
-        return _Weights(parts[0][0], weights, self.interleave, self._joined_bias(biases))
+        return _ReadWeights(parts[0][0], weights, self.interleave, self._joined_bias(biases))
 
     def _raise(self) -> None:
         if self.wrong:
@@ -335,7 +335,7 @@ def _numbers(found: set[int]) -> str:
 
 
 @torch.no_grad()
-def _load(target: _Target, given: _Weights) -> str:
+def _load(target: _Target, given: _ReadWeights) -> str:
     """Write a linear's weight and bias, as ``load_state_dict`` does; what was done."""
     own, name = target.weight, given.layout.name
     in_high_precision = isinstance(given.parts[0], Tensor)
@@ -353,7 +353,7 @@ def _load(target: _Target, given: _Weights) -> str:
     return what
 
 
-def _values(given: _Weights, dtype: torch.dtype) -> Tensor:
+def _values(given: _ReadWeights, dtype: torch.dtype) -> Tensor:
     weight = joined_weights([decoded(part, dtype) for part in given.parts], given.interleave)
     assert isinstance(weight, Tensor)
     return weight
@@ -366,13 +366,13 @@ def _quantized(values: Tensor, own: QuantizedTensor) -> QuantizedTensor:
     return made.with_pieces(made.pieces(), dtype=own.dtype)
 
 
-def _kept(given: _Weights, fmt: NumberFormat) -> QuantizedMatrix | None:
+def _kept(given: _ReadWeights, fmt: NumberFormat) -> QuantizedMatrix | None:
     """The bits of a checkpoint in the format of a parameter, None if values must be rounded."""
     whole = joined_weights(given.parts, given.interleave)
     return in_format(whole, fmt) if isinstance(whole, QuantizedMatrix) else None
 
 
-def _stored(given: _Weights, own: QuantizedTensor) -> tuple[QuantizedTensor, str]:
+def _stored(given: _ReadWeights, own: QuantizedTensor) -> tuple[QuantizedTensor, str]:
     """The bits of a checkpoint for a parameter that is stored quantized, and what they are."""
     source, name = given.parts[0].format, given.layout.name  # type: ignore[union-attr]
     kept = _kept(given, own.format)
@@ -389,7 +389,7 @@ def _stored(given: _Weights, own: QuantizedTensor) -> tuple[QuantizedTensor, str
     return made, f"{name}, bits kept"
 
 
-def _check_rounding(target: _Target, given: _Weights) -> None:
+def _check_rounding(target: _Target, given: _ReadWeights) -> None:
     """Refuse to round values of a weight a second time; elements may be on the meta device."""
     own, first = target.weight, given.parts[0]
     if not isinstance(own, QuantizedTensor) or isinstance(first, Tensor):

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed.expert_parallel import AllReduceEP, EPImplementation
 
-from fusible.integrations.transformers_experts import GROUP, NAME, experts_forward
+from fusible.integrations.transformers_experts import EXPERTS_GROUP, NAME, experts_forward
 
 
 class FusibleEP(EPImplementation):
@@ -42,7 +42,7 @@ class FusibleEP(EPImplementation):
         self.experts = experts
         self.all_reduce = AllReduceEP(experts, ep_mesh, tp_mesh) if self.shares_batch else None
         if not self.shares_batch:
-            experts.__dict__[GROUP] = ep_mesh, "tokens"
+            experts.__dict__[EXPERTS_GROUP] = ep_mesh, "tokens"
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The weighted sums ``[tokens, hidden]``, of ids of all experts; arguments as there."""

@@ -155,7 +155,7 @@ class ExpertsBlock(nn.Module):
         return y.to(hidden_states.dtype)
 
 
-GROUP = "_fusible_group"
+EXPERTS_GROUP = "_fusible_group"
 """The attribute of an experts module for its process group and exchange, if it gets all ids."""
 
 
@@ -165,7 +165,7 @@ def _exchanges(experts: Any, count: int, *, scaled: bool) -> tuple[Dispatch, Com
     A token's weights multiply its rows before the experts, or ``scaled`` activations, or else what
     the experts give.
     """
-    group, send = getattr(experts, GROUP, (None, None))
+    group, send = getattr(experts, EXPERTS_GROUP, (None, None))
     scale_input = getattr(experts, "scales_input", False)
     weighted = not (scaled or scale_input)
     if group is None:

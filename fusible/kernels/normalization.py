@@ -8,7 +8,7 @@ from torch import Tensor
 from fusible import formulas
 from fusible.formulas import cast
 from fusible.kernels import dense
-from fusible.kernels.dense.spec import DTYPES, MAX_FEATURES
+from fusible.kernels.dense.spec import MAX_FEATURES, NORM_DTYPES
 
 
 def _fused(x: Tensor, weight: Tensor, zero_centered: bool) -> bool:
@@ -55,7 +55,7 @@ def rms_norm_backward(
     if torch.compiler.is_compiling() or not x.is_cuda:
         dx, dweight = formulas.rms_norm_backward(dy, x, rstd, weight, zero_centered)
         return cast(dx, x.dtype), dweight
-    ours = x.dtype in DTYPES and x.shape[1] <= MAX_FEATURES
+    ours = x.dtype in NORM_DTYPES and x.shape[1] <= MAX_FEATURES
     if not ours and _fused(x, weight, zero_centered):
         return torch.ops.aten._fused_rms_norm_backward(
             dy, x, x.shape[1:], rstd, weight, [True, True]

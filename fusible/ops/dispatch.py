@@ -41,7 +41,7 @@ from fusible.ops.exchange import (
     unrounded,
     wire_format,
 )
-from fusible.ops.inputs import DTYPES, check_dtype, check_row_scales, check_sizes
+from fusible.ops.inputs import FLOAT_DTYPES, check_dtype, check_row_scales, check_sizes
 from fusible.ops.matrices import GatheredRows
 from fusible.ops.op import BasicOperation, OpGrads
 from fusible.ops.peer_memory import abandon, peer_memory
@@ -480,11 +480,11 @@ class Dispatch(BasicOperation):
         return finish
 
 
-_DTYPES = sorted(DTYPES, key=str)
+_SENT_DTYPES = sorted(FLOAT_DTYPES, key=str)
 
 
 def _dtype_option(t: Tensor) -> AgreedOption:
-    return AgreedOption(_DTYPES.index(t.dtype), _DTYPES.__getitem__)
+    return AgreedOption(_SENT_DTYPES.index(t.dtype), _SENT_DTYPES.__getitem__)
 
 
 def _factor_option(factor: float | None) -> AgreedOption:

@@ -46,7 +46,7 @@ def plan_fits_fast_path(call: PlanKey, *ops: Any) -> bool:
         all([on == device for _, on, _ in call.inputs])
         and all([of_param == dtype for of_param in call.param_dtypes])
         and all([
-            DTYPE_NAMES.get(of_input) in limits.SCALE_DTYPES
+            DTYPE_NAMES.get(of_input) in limits.ROW_SCALE_DTYPES
             if name == "scales"
             else of_input in (torch.int64, torch.int32)
             for name, (of_input, *_) in zip(_extra_inputs(ops), extra, strict=True)

@@ -276,7 +276,7 @@ class GroupedLinear(WeightedOperation):
         stored = self.stored_weights(ctx, ctx.dtype)
         sizes = self.num_groups, self.out_features, self.in_features
         sm90, dtype = limits.ARCHITECTURE, DTYPE_NAMES[ctx.dtype]
-        if not stored or not few_rows.supports(sm90, dtype, stored[0].format, *sizes):
+        if not stored or not few_rows.supports_weights(sm90, dtype, stored[0].format, *sizes):
             return (*notes, "every forward dequantizes the stored weights")
         rows = few_rows.max_rows(stored[0].format)
         return (

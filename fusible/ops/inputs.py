@@ -13,8 +13,8 @@ from fusible.calls import capturing
 from fusible.fuser.context import OperationContext
 from fusible.fuser.op_facts import autocast_to
 
-DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64))
-_DTYPE_NAMES = ", ".join(sorted(str(d).removeprefix("torch.") for d in DTYPES))
+FLOAT_DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64))
+_DTYPE_NAMES = ", ".join(sorted(str(d).removeprefix("torch.") for d in FLOAT_DTYPES))
 
 
 def product_dtype(ctx: OperationContext, x: Tensor, weight: Tensor, op_name: str) -> torch.dtype:
@@ -27,7 +27,7 @@ def product_dtype(ctx: OperationContext, x: Tensor, weight: Tensor, op_name: str
     if (
         x.dtype == dtype
         and autocast_dtype is None
-        and dtype in DTYPES
+        and dtype in FLOAT_DTYPES
         and x.device == weight.device
     ):
         return dtype
@@ -66,7 +66,7 @@ def on_device_of(x: Tensor, sizes: Tensor, op_name: str) -> Tensor:
 
 def check_dtype(t: Tensor, what: str, op_name: str) -> None:
     """Raise ValueError unless ``t`` has a dtype that ops compute in."""
-    if t.dtype not in DTYPES:
+    if t.dtype not in FLOAT_DTYPES:
         raise ValueError(
             f"{what} of {op_name} must be one of {_DTYPE_NAMES}, got {t.dtype}; cast it"
         )
@@ -93,7 +93,7 @@ def check_sizes(op_name: str, dtype: torch.dtype | None = None, **sizes: Any) ->
             raise TypeError(f"{name} of {op_name} must be an integer, got {size!r}")
         if size < 1:
             raise ValueError(f"{name} of {op_name} must be at least 1, got {size}")
-    if dtype is not None and dtype not in DTYPES:
+    if dtype is not None and dtype not in FLOAT_DTYPES:
         raise ValueError(f"dtype of {op_name} must be one of {_DTYPE_NAMES}, got {dtype}")
 
 

@@ -53,7 +53,7 @@ class _Scaled(Activation):
         return apply_quantizer(dx, ctx.grad_quantizer), dscales
 
 
-PIECE = 1 << 24  # elements
+PIECE_ELEMENTS = 1 << 24  # elements
 
 
 def in_pieces(formula: Callable[..., Sequence[Any]], *tensors: Tensor) -> Sequence[Any]:
@@ -63,9 +63,9 @@ def in_pieces(formula: Callable[..., Sequence[Any]], *tensors: Tensor) -> Sequen
     FP32, then have the size of a piece. A compiler fuses them away by itself.
     """
     first = tensors[0]
-    if torch.compiler.is_compiling() or first.numel() <= PIECE:
+    if torch.compiler.is_compiling() or first.numel() <= PIECE_ELEMENTS:
         return formula(*tensors)
-    rows = max(PIECE * len(first) // first.numel(), 1)
+    rows = max(PIECE_ELEMENTS * len(first) // first.numel(), 1)
     parts = [formula(*part) for part in zip(*[t.split(rows) for t in tensors], strict=True)]
     return [torch.cat(of_all) for of_all in zip(*parts, strict=True)]
 

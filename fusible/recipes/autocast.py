@@ -19,7 +19,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class _Thread(threading.local):
+class _Autocasts(threading.local):
     # Set in __init__, not in the class body: torch.compile guards on a thread's own attributes and
     # would silently reuse a graph traced under another recipe if it read a class attribute.
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Repeatable(Protocol):
         """Return the forwards so far, equal ones once."""
 
 
-_thread = _Thread()
+_thread = _Autocasts()
 
 
 def current_recipe(runner: Repeatable | None = None) -> Recipe | None:

@@ -30,12 +30,12 @@ class ModelInit:
     usage: Usage
 
 
-class _Thread(threading.local):
+class _ModelInits(threading.local):
     def __init__(self) -> None:
         self.init: ModelInit | None = None
 
 
-_thread = _Thread()
+_thread = _ModelInits()
 
 
 def current_model_init() -> ModelInit | None:

@@ -17,7 +17,6 @@ from fusible.calls import depend_on_values
 from fusible.recipes.formats import NumberFormat
 from fusible.recipes.wrapper import WrapperTensor
 
-
 W = TypeVar("W", bound=WrapperTensor)
 
 

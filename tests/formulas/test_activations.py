@@ -70,7 +70,7 @@ def test_every_row_has_a_device_function_and_rules_take_every_op():
     in_front_end = {"swiglu": "swiglu", "clamped_qgeglu": "geglu", "situglu": "situglu"}
     assert in_front_end == activations.SM100_ACTIVATIONS
     device = pytest.importorskip("fusible.kernels.device.activations")
-    assert list(device.ROWS) == list(ACTIVATIONS)
+    assert list(device.FUNCTIONS) == list(ACTIVATIONS)
     assert set(get_args(AnyActivation)) == set(every_op())
 
 

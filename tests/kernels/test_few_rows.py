@@ -11,7 +11,7 @@ import fusible as fz
 from fusible import recipes
 from fusible.fused.grouped_mlp import GroupedMLP
 from fusible.kernels import few_rows, grouped
-from fusible.kernels.few_rows.spec import FewRowsSpec, supports, supports_format
+from fusible.kernels.few_rows.spec import FewRowsSpec, reads_format, supports_weights
 from fusible.kernels.glu import Glu
 from fusible.recipes.formats import (
     E4M3,
@@ -85,15 +85,15 @@ def test_every_nan_element_is_noticed(device_code):
 
 
 def test_formats_of_weights():
-    assert all(supports_format(fmt) for fmt in FORMATS)
-    assert supports_format(NumberFormat("fp32_scales_of_64", E4M3, (1, 64), "fp32"))
-    assert not supports_format(mxfp8(E5M2))
-    assert not supports_format(NumberFormat("e8m0_scales_of_256", E4M3, (1, 256), "e8m0_up"))
+    assert all(reads_format(fmt) for fmt in FORMATS)
+    assert reads_format(NumberFormat("fp32_scales_of_64", E4M3, (1, 64), "fp32"))
+    assert not reads_format(mxfp8(E5M2))
+    assert not reads_format(NumberFormat("e8m0_scales_of_256", E4M3, (1, 256), "e8m0_up"))
 
 
 def test_sizes_and_machines():
-    assert supports(90, "bfloat16", mxfp8(), 128, 1536, 2048)
-    assert supports(90, "bfloat16", nvfp4(), 128, 2880, 2880)
+    assert supports_weights(90, "bfloat16", mxfp8(), 128, 1536, 2048)
+    assert supports_weights(90, "bfloat16", nvfp4(), 128, 2880, 2880)
     for sm, dtype, fmt, groups, features, depth in (
         (80, "bfloat16", mxfp8(), 8, 64, 64),
         (100, "bfloat16", mxfp8(), 8, 64, 64),
@@ -104,7 +104,7 @@ def test_sizes_and_machines():
         (90, "bfloat16", mxfp8(), 2000, 64, 64),
         (90, "bfloat16", mxfp8(), 8, 1 << 17, 1 << 14),
     ):
-        assert not supports(sm, dtype, fmt, groups, features, depth)
+        assert not supports_weights(sm, dtype, fmt, groups, features, depth)
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.name)

@@ -7,7 +7,8 @@ from torch.library import opcheck
 
 from fusible.kernels.quantize import quantize_k_major, stored_operand, transposed
 from fusible.kernels.quantize.k_major import chunks_per_pass
-from fusible.kernels.quantize.spec import DTYPES, QuantizeSpec
+from fusible.kernels.quantize.spec import QuantizeSpec
+from fusible.kernels.runtime.gpu import PTX_NAMES
 from fusible.recipes.formats import E5M2, fp8_block, fp8_tensor, mxfp8, nvfp4
 from fusible.recipes.quantization import quantize
 
@@ -243,7 +244,7 @@ def emulated(monkeypatch, x, fmt, ends, uses, index=None):
     pieces = torch.ops.fusible.quantize_k_major(x, ends, index, *constants, *uses)
     for piece in pieces:
         piece.flatten().view(torch.uint8).fill_(0xA5)
-    spec = QuantizeSpec(fmt, DTYPES[x.dtype], ends is not None, False, *uses, k_major=True)
+    spec = QuantizeSpec(fmt, PTX_NAMES[x.dtype], ends is not None, False, *uses, k_major=True)
     spec = spec._replace(gathered=index is not None)
     rows = len(x if index is None else index)
     inside = None if ends is None else ends.clamp(max=rows).tolist()
@@ -252,10 +253,10 @@ def emulated(monkeypatch, x, fmt, ends, uses, index=None):
 
 
 @each_scaling
-@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPES.values())
+@pytest.mark.parametrize("dtype", PTX_NAMES, ids=PTX_NAMES.values())
 @pytest.mark.parametrize("ends", [None, *ENDS.values()], ids=["none", *ENDS])
 def test_the_kernels_code_gives_the_bits_of_the_definition(ends, dtype, formats, monkeypatch):
-    fmt = dict(zip(DTYPES, formats.values(), strict=True))[dtype]
+    fmt = dict(zip(PTX_NAMES, formats.values(), strict=True))[dtype]
     if ends is None and not fmt.directional:
         pytest.skip("a matrix as weights are")
     x = rows(2880 if ends == ENDS["ragged"] else 272, dtype)
@@ -264,10 +265,10 @@ def test_the_kernels_code_gives_the_bits_of_the_definition(ends, dtype, formats,
 
 
 @each_scaling
-@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPES.values())
+@pytest.mark.parametrize("dtype", PTX_NAMES, ids=PTX_NAMES.values())
 @pytest.mark.parametrize("ends", [None, *ENDS.values()], ids=["none", *ENDS])
 def test_the_kernels_code_gives_the_bits_of_gathered_rows(ends, dtype, formats, monkeypatch):
-    fmt = dict(zip(DTYPES, formats.values(), strict=True))[dtype]
+    fmt = dict(zip(PTX_NAMES, formats.values(), strict=True))[dtype]
     if ends is None and not fmt.directional:
         pytest.skip("rows of no groups are not gathered")
     x, index = rows(2880 if ends == ENDS["ragged"] else 272, dtype)[:170], tokens_of_rows()
@@ -276,7 +277,7 @@ def test_the_kernels_code_gives_the_bits_of_gathered_rows(ends, dtype, formats, 
         compare(x, fmt, given, uses, monkeypatch, poisoned(index, given))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPES.values())
+@pytest.mark.parametrize("dtype", PTX_NAMES, ids=PTX_NAMES.values())
 @each_format_of_rows
 def test_the_kernels_code_of_groups_of_any_magnitude(fmt, dtype, monkeypatch):
     """Zeros, numbers below the normal ones, the largest, infinity, NaN; NaN past the last group."""
@@ -306,7 +307,7 @@ def compare(x, fmt, ends, uses, monkeypatch, index=None, poison=True):
 
 @each_format_of_weights
 @pytest.mark.parametrize("uses", [(True, True), (True, False), (False, True)])
-@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPES.values())
+@pytest.mark.parametrize("dtype", PTX_NAMES, ids=PTX_NAMES.values())
 @pytest.mark.parametrize("shape", [(3, 272, 144), (128, 256), (2, 2, 48, 400)])
 def test_the_kernels_code_gives_the_bits_of_weights(shape, dtype, uses, fmt, monkeypatch):
     pytest.importorskip("cutlass")

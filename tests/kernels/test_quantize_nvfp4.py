@@ -6,7 +6,8 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from fusible.kernels.quantize.spec import DTYPES, QuantizeSpec
+from fusible.kernels.quantize.spec import QuantizeSpec
+from fusible.kernels.runtime.gpu import PTX_NAMES
 from fusible.recipes.formats import nvfp4
 from fusible.recipes.matrix import Uses, as_bytes
 from fusible.recipes.quantization import dequantize
@@ -61,7 +62,7 @@ def same(got, want, fmt, ends):
             assert torch.equal(a.nan_to_num(7), b.to(a.dtype).nan_to_num(7))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPES.values())
+@pytest.mark.parametrize("dtype", PTX_NAMES, ids=PTX_NAMES.values())
 @pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.name)
 def test_the_kernels_code_gives_the_bits_of_the_definition(fmt, ends, dtype, monkeypatch):
@@ -80,6 +81,6 @@ def test_the_kernels_code_gives_the_bits_of_the_definition(fmt, ends, dtype, mon
         for name, t in made._asdict().items()
         if name.endswith("values") and t is not None
     })  # fmt: skip
-    spec = QuantizeSpec(fmt, DTYPES[dtype], ends is not None, False, *uses)
+    spec = QuantizeSpec(fmt, PTX_NAMES[dtype], ends is not None, False, *uses)
     simt.quantize_nvfp4(monkeypatch, x, ends, key, made, spec)
     same(made, quantize_by_formulas(x, tensor, fmt, uses, key), fmt, ends)

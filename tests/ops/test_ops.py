@@ -67,7 +67,7 @@ def test_many_rows_in_pieces_give_the_same_values(make, monkeypatch):
         dy = torch.randn_like(whole)
         grads = torch.autograd.grad(whole, (x, scales), dy)
         for piece in (1, 20, 24):  # elements: less than a row, two and a half, three
-            monkeypatch.setattr(scaled_activation, "PIECE", piece)
+            monkeypatch.setattr(scaled_activation, "PIECE_ELEMENTS", piece)
             y = op(x, scales)
             dx, dscales = torch.autograd.grad(y, (x, scales), dy)
             # FP32 inside: one rounding to BF16, and a sum of up to 8 products for each scale.

@@ -227,12 +227,12 @@ def _coords(rows, columns, groups, ends, matrix_rows, size=128, width=128):
 def quantize_glu_backward(monkeypatch, dy, preact, scales, ends, glu, results, spec):
     """Write what the kernel writes, of contiguous operands, in groups up to ``ends``.
 
-    ``results`` are `k_major.Pieces`, the partial sums and the values. Where these are quantized in
+    ``results`` are `KMajorPieces`, the partial sums and the values. Where these are quantized in
     another launch, by the magnitudes found in the first, that of both.
     """
     from fusible.kernels.quantize.device import glu_backward, quantize
     from fusible.kernels.quantize.device.blocks import BlockCoord
-    from fusible.kernels.quantize.device.k_major import Out
+    from fusible.kernels.quantize.device.k_major import KMajorOut
 
     rows, columns = preact.shape
     width = 256 if spec.paired else 128
@@ -250,8 +250,8 @@ def quantize_glu_backward(monkeypatch, dy, preact, scales, ends, glu, results, s
         tile = quantize.thread_tile(block, chunk, *sizes, None, spec.quantize)
         operands = [0 if t is None else memory.place(t) for t in (dy, preact, scales)]
         stripe = glu.interleave or columns // glu.sides
-        source = glu_backward.Source(*operands, stripe, tuple(map(f32, glu[2:])))
-        out = Out(*[memory.place(t) for t in pieces], pieces[2].shape[-1])
+        source = glu_backward.GluSource(*operands, stripe, tuple(map(f32, glu[2:])))
+        out = KMajorOut(*[memory.place(t) for t in pieces], pieces[2].shape[-1])
         amax = torch.zeros(len(ends), dtype=torch.int32)
         more = [memory.place(t) for t in (partials, values)]
         given = source, tile, rows, columns, memory.place(amax), out, *more
@@ -312,7 +312,7 @@ def quantize_k_major(monkeypatch, x, ends, index, pieces, spec, amax=None):
         named = 0 if index is None else memory.place(index)
         sizes = rows, columns, groups, matrix_rows
         tile = quantize.thread_tile(block, chunk, *sizes, None, spec)
-        out = k_major.Out(*outputs, pieces[2].shape[-1])
+        out = k_major.KMajorOut(*outputs, pieces[2].shape[-1])
         largest = 0 if amax is None else memory.place(amax)
         given = source, named, columns, tile, rows, columns, matrix_rows, largest, out
         k_major.quantize_block(*given, spec)
@@ -336,7 +336,7 @@ def quantize_nvfp4(monkeypatch, x, ends, key, made, spec):
     addresses = [memory.place(t) for t in (x, amax)]
     keyed = 0 if key is None else memory.place(key)
     pieces = [t for use in made[:2] for t in (use[:3] if use else (None,) * 3)]
-    out = quantize.Out(*[0 if t is None else memory.place(t) for t in (*pieces, *made[2:])])
+    out = quantize.QuantizedOut(*[0 if t is None else memory.place(t) for t in (*pieces, *made[2:])])
     col_blocks = 0 if made.column is None else made.column.scale.numel() // columns
     sizes = rows, columns, groups, matrix_rows
 

@@ -82,6 +82,30 @@ def test_no_modules_import_each_other() -> None:
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError with the circle
 
 
+def test_no_two_modules_define_one_name() -> None:
+    """Classes, types and public constants; functions may have the name of the op they implement.
+
+    So may formulas. Constants of a kernel are in its ``spec``, ``limits`` and device code, which
+    other kernels do not read. The emulator shares nothing with what it checks.
+    """
+    known: dict[str, Path] = {}
+    for path in SOURCES:
+        place = path.relative_to(PACKAGE).parts
+        if place[0] in ("testing", "formulas.py"):
+            continue
+        of_kernel = "device" in place or path.stem in ("spec", "limits")
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", 0)]
+            names = {t.id for t in targets if isinstance(t, ast.Name) and t.id[0].isupper()}
+            if of_kernel:
+                names = {name for name in names if not name.isupper()}
+            if isinstance(node, ast.ClassDef):
+                names.add(node.name)
+            for name in names - {"P", "R"}:
+                assert name not in known, f"{name} of {path} is also in {known[name]}"
+                known[name] = path
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_no_environment_variables(path: Path) -> None:
     text = path.read_text(encoding="utf-8")

@@ -14,15 +14,15 @@ from torch import Tensor
 
 from fusible.formulas import gain as _in_fp32
 from fusible.kernels.dense.spec import (
-    DTYPES,
     MAX_FEATURES,
     MIN_SM,
+    NORM_DTYPES,
     VECTOR,
     ActivationBiasSpec,
     RMSNormSpec,
 )
 from fusible.kernels.grouped import grouped_mm
-from fusible.kernels.runtime.gpu import capability, multiprocessors, runs_kernels
+from fusible.kernels.runtime.gpu import PTX_NAMES, capability, multiprocessors, runs_kernels
 from fusible.kernels.runtime.launch import aligned, launch
 
 _STRIPS_PER_MULTIPROCESSOR = 16  # of the activation's kernel: as many warps
@@ -33,7 +33,7 @@ def supports_rows(x: Tensor, *others: Tensor | None) -> bool:
     """Whether the kernels support ``[rows, features]`` tensors, which must have one dtype."""
     rows, features = x.shape
     return (
-        x.dtype in DTYPES
+        x.dtype in NORM_DTYPES
         and all([other is None or other.dtype == x.dtype for other in others])
         and features % VECTOR == 0
         and rows * features > 0
@@ -53,7 +53,7 @@ def activation_bias_backward(
     dx = torch.empty_like(x)
     strip = strip_rows(rows, features, multiprocessors(x.device))
     partial = x.new_empty(-(-rows // strip), features, dtype=torch.float32)
-    spec = ActivationBiasSpec(activation, DTYPES[x.dtype])
+    spec = ActivationBiasSpec(activation, PTX_NAMES[x.dtype])
     arguments = dy, x, dx, partial, rows, features, strip
     launch("dense.activation_bias.activation_bias", (spec,), x.device, *arguments)
     return dx, partial.sum(0)
@@ -78,7 +78,7 @@ def rms_norm_backward(
     dy, x, rstd = aligned(dy), aligned(x), rstd.contiguous()
     gain = aligned(_in_fp32(gain, torch.float32, False))
     addend = None if addend is None else aligned(addend)
-    spec = RMSNormSpec(x.shape[1], DTYPES[x.dtype], addend is not None)
+    spec = RMSNormSpec(x.shape[1], PTX_NAMES[x.dtype], addend is not None)
     blocks = min(x.shape[0], spec.resident * multiprocessors(x.device))
     dx = torch.empty_like(x)
     partial = x.new_empty(blocks, x.shape[1], dtype=torch.float32)

@@ -6,9 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
-"""PTX names."""
-
+NORM_DTYPES = torch.bfloat16, torch.float16
 MIN_SM = 80  # BF16 arithmetic
 VECTOR = 8  # neighbouring columns of a thread: 16 bytes
 MAX_FEATURES = 8192  # of a norm: 512 threads, each with two vectors of a row

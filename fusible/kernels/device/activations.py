@@ -14,7 +14,7 @@ _GELU, _CUBIC = 1.5957691216057308, 0.044715  # 2 sqrt(2 / pi)
 
 def evaluate(activation, operands, constants):
     """The activation, and its derivative by each operand: one, or a gate and its linear half."""
-    function, of_linear = ROWS[activation]
+    function, of_linear = FUNCTIONS[activation]
     value, slope = function(operands[0], constants)
     if len(operands) == 1:
         return value, (slope,)
@@ -106,7 +106,7 @@ def _clamped_linear(x, constants):
     return value, select_(inside, Float32(1.0), Float32(0.0))
 
 
-ROWS = {
+FUNCTIONS = {
     **{name: (globals()[f"_{name}"], None) for name in UNARY},
     "glu": (_sigmoid, None),
     "geglu": (_gelu, None),

@@ -20,10 +20,10 @@ from fusible.kernels.few_rows.spec import (
     WARPS,
     FewRowsSpec,
     max_rows,
-    supports,
+    supports_weights,
 )
 from fusible.kernels.glu import Glu
-from fusible.kernels.runtime.gpu import has_cutlass, multiprocessors, sm_of
+from fusible.kernels.runtime.gpu import PTX_NAMES, has_cutlass, multiprocessors, sm_of
 from fusible.kernels.runtime.launch import aligned, launch
 from fusible.kernels.runtime.workspaces import pointer_table
 from fusible.kernels.sm90 import limits
@@ -33,7 +33,6 @@ from fusible.recipes.matrix import shapes_of
 from fusible.recipes.stored import StoredWeights
 
 _SCALE_ALIGNMENT = 4  # bytes: the widest load of a scale
-_DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 
 
 def grouped_mm(
@@ -84,7 +83,7 @@ def _product(
         fmt,
         len(w.data) > 1,
         bias is not None,
-        "" if scales is None else _DTYPES[scales.dtype],
+        "" if scales is None else PTX_NAMES[scales.dtype],
         "" if glu is None else glu.activation,
         0 if glu is None else glu.interleave,
         glu is not None and glu.sides == 2,
@@ -138,7 +137,7 @@ def _checked(
         bias = bias.contiguous()
     if scales is not None:
         scales = as_vector("scales", scales, x)
-        scales = scales if scales.dtype in _DTYPES else cast(scales, torch.float32)
+        scales = scales if scales.dtype in PTX_NAMES else cast(scales, torch.float32)
     return bias, scales
 
 
@@ -197,4 +196,4 @@ def _supports(
 ) -> bool:
     """Whether the kernels run on a device for rows of ``dtype`` and weights in ``fmt``."""
     name = DTYPE_NAMES.get(dtype, "")
-    return supports(sm_of(device), name, fmt, groups, *features) and has_cutlass()
+    return supports_weights(sm_of(device), name, fmt, groups, *features) and has_cutlass()

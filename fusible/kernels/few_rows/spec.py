@@ -17,7 +17,7 @@ _MAX_OFFSET = 1 << 31  # in a group's weight, in 32 rows of x, and in the biases
 _SHARED_BYTES = 228 * 1024
 _LOAD_BYTES = 16  # of a thread, of one row of the weight
 
-ELEMENTS = (E4M3, E2M1)
+STORED_ELEMENTS = (E4M3, E2M1)
 
 
 class FewRowsSpec(NamedTuple):
@@ -103,12 +103,12 @@ def max_rows(fmt: NumberFormat) -> int:
     return 32 if FewRowsSpec(fmt).scales_sums else 64
 
 
-def supports_format(fmt: NumberFormat) -> bool:
+def reads_format(fmt: NumberFormat) -> bool:
     """Whether the kernels read weights of a format: in E4M3 or E2M1, with scales of some blocks.
 
     Blocks of FP32 scales hold all that a warp loads at once, others a thread's part, or half of it.
     """
-    if fmt.element not in ELEMENTS:
+    if fmt.element not in STORED_ELEMENTS:
         return False
     if fmt.block is None:
         return fmt.scale.startswith("fp32")
@@ -118,14 +118,14 @@ def supports_format(fmt: NumberFormat) -> bool:
     return fmt.block[1] in (spec.vector, 2 * spec.vector, spec.vector // 2)
 
 
-def supports(
+def supports_weights(
     sm: int, dtype: str, fmt: NumberFormat, groups: int, features: int, depth: int
 ) -> bool:
     """Whether the kernels run on ``sm`` for rows of ``dtype`` and weights of these sizes."""
     return (
         sm == limits.ARCHITECTURE
         and dtype == "bfloat16"
-        and supports_format(fmt)
+        and reads_format(fmt)
         and 0 < groups <= MAX_GROUPS
         and min(features, depth) > 0
         and features % limits.MULTIPLE_OF == 0

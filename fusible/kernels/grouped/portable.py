@@ -18,8 +18,8 @@ from torch import Tensor
 
 from fusible.kernels.stacking import stacked, write
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_NAMES = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
+TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_NAMES = [str(dtype).removeprefix("torch.") for dtype in TRITON_DTYPES]
 
 
 def pytorch_reads_on_device(dtype: str, sm: int) -> bool:
@@ -44,7 +44,7 @@ def is_installed() -> bool:
 
 def supports_dtype(dtype: torch.dtype) -> bool:
     """Whether the kernels multiply matrices of ``dtype``."""
-    return dtype in DTYPES and is_installed()
+    return dtype in TRITON_DTYPES and is_installed()
 
 
 def tile_options(dtype: torch.dtype, kernel: str) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def grouped_wgrad(
 
     (rows, columns), (_, depth), groups = dy.shape, x.shape, ends.shape[0]
     # What Triton cannot write is rounded from FP32, as the definition's sums are.
-    wide = out_dtype not in (None, *DTYPES)
+    wide = out_dtype not in (None, *TRITON_DTYPES)
     out = dy.new_empty(groups, columns, depth, dtype=torch.float32 if wide else out_dtype)
     blocks = tile_options(x.dtype, "reduction_grouped")
     tiles = -(-columns // blocks["block_columns"]) * -(-depth // blocks["block_depth"])

@@ -16,7 +16,6 @@ from fusible.formulas import math_dtype
 from fusible.kernels.moe.peers import PeerRows
 from fusible.kernels.moe.spec import (
     BYTES,
-    DTYPES,
     FEW_TOKENS,
     MAX_GROUPS,
     PermuteSpec,
@@ -24,13 +23,12 @@ from fusible.kernels.moe.spec import (
     RowsSpec,
     SortSpec,
 )
-from fusible.kernels.runtime.gpu import capability, runs_kernels
+from fusible.kernels.runtime.gpu import MAX_INDEX, PTX_NAMES, capability, runs_kernels
 from fusible.kernels.runtime.launch import aligned, launch
 
 _CLUSTER = 8  # CTAs: the largest size that every GPU with clusters supports
 _MAX_TOP_K = 32
 _MIN_SM = 80
-_INDEX = 2**31 - 2**20  # the limit of 32-bit indices, less what a grid may run past the end
 
 
 def supports_row_copies(t: Tensor, row_map: Tensor, *others: Tensor | None) -> bool:
@@ -40,14 +38,14 @@ def supports_row_copies(t: Tensor, row_map: Tensor, *others: Tensor | None) -> b
     """
     vectors, rest = divmod(t.shape[1] * t.itemsize, BYTES)
     return (
-        t.dtype in DTYPES
+        t.dtype in PTX_NAMES
         and rest == 0
         and row_map.numel() > 0
         and t.numel() > 0
         and row_map.shape[1] <= _MAX_TOP_K
-        and row_map.shape[0] * vectors < _INDEX
-        and max(row_map.numel(), t.shape[0]) < _INDEX
-        and all([other is None or other.dtype in DTYPES for other in others])
+        and row_map.shape[0] * vectors < MAX_INDEX
+        and max(row_map.numel(), t.shape[0]) < MAX_INDEX
+        and all([other is None or other.dtype in PTX_NAMES for other in others])
         and runs_kernels(t.device, _MIN_SM)
     )
 
@@ -83,8 +81,8 @@ def rows_spec(t: Tensor, row_map: Tensor, weights: Tensor | None, **options: Any
     """The specification of a kernel that moves rows ``t``, or reads them, with ``weights``."""
     kind = {None: "", 1: "row", 2: "choice"}[None if weights is None else weights.dim()]
     vectors = t.shape[1] * t.itemsize // BYTES
-    dtype = DTYPES[torch.float32 if weights is None else weights.dtype]
-    return RowsSpec(DTYPES[t.dtype], vectors, row_map.shape[1], kind, dtype, **options)  # type: ignore[arg-type]
+    dtype = PTX_NAMES[torch.float32 if weights is None else weights.dtype]
+    return RowsSpec(PTX_NAMES[t.dtype], vectors, row_map.shape[1], kind, dtype, **options)  # type: ignore[arg-type]
 
 
 def sources_outputs(row_map: Tensor, weights: Tensor, rows: int) -> tuple[Tensor, Tensor]:
@@ -96,11 +94,11 @@ def row_sources(
     row_map: Tensor, weights: Tensor, rows: int
 ) -> tuple[Tensor, Tensor] | NotImplementedType:
     """`definitions.row_sources`."""
-    fits = weights.dtype in DTYPES and row_map.numel() < _INDEX
+    fits = weights.dtype in PTX_NAMES and row_map.numel() < MAX_INDEX
     if not (fits and rows > 0 and runs_kernels(row_map.device, _MIN_SM)):
         return NotImplemented
     made = sources_outputs(row_map, weights, rows)
-    dtype = DTYPES[weights.dtype]
+    dtype = PTX_NAMES[weights.dtype]
     spec = RowsSpec(dtype, 0, row_map.shape[1], "choice", dtype)
     given = row_map.contiguous(), weights.contiguous(), *made, row_map.shape[0], rows
     launch("moe.rows.sources", (spec,), row_map.device, *given)
@@ -217,7 +215,7 @@ def gather_sum(
         sums, picked = gather_outputs(rows, row_map, weights, values)
     else:
         sums, picked = out, _picked_output(rows, row_map, values)
-    of_values = "" if values is None else DTYPES[values.dtype]
+    of_values = "" if values is None else PTX_NAMES[values.dtype]
     spec = rows_spec(rows, row_map, weights, values=of_values, processes=_part(sums)[1])
     inputs = aligned(rows), row_map.contiguous(), _contiguous(weights), _contiguous(values)
     address, *place = _place(sums)
@@ -263,7 +261,7 @@ def _routes(logits: Tensor, top_k: int, groups: int = 1) -> bool:
     """Whether the router's kernels support the logits."""
     tokens, experts = logits.shape
     fits = experts <= MAX_GROUPS and top_k <= _MAX_TOP_K and groups <= 32
-    fits = fits and logits.dtype == torch.float32 and 0 < tokens * max(experts, 32) < _INDEX
+    fits = fits and logits.dtype == torch.float32 and 0 < tokens * max(experts, 32) < MAX_INDEX
     return fits and runs_kernels(logits.device, _MIN_SM)
 
 

@@ -4,11 +4,6 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-import torch
-
-DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
-"""PTX names of the dtypes that the kernels support."""
-
 BYTES = 16  # moved at once by a thread
 ROWS_THREADS = 256  # of a CTA that moves rows
 FEW_TOKENS = 64

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from fusible import library
-from fusible.kernels.quantize.spec import DTYPES, DequantizeSpec, QuantizeSpec, supports_format
-from fusible.kernels.runtime.gpu import has_cutlass, runs_kernels
+from fusible.kernels.quantize.spec import DequantizeSpec, QuantizeSpec, supports_format
+from fusible.kernels.runtime.gpu import PTX_NAMES, has_cutlass, runs_kernels
 from fusible.kernels.runtime.launch import aligned, launch
 from fusible.recipes.formats import NumberFormat
 from fusible.recipes.matrix import Operand, QuantizedMatrix, Uses
@@ -35,7 +35,7 @@ def supports_matrix(matrix: Tensor, dtype: torch.dtype, ends: Tensor | None) -> 
     ``dtype`` is that of the values in high precision.
     """
     return (
-        dtype in DTYPES
+        dtype in PTX_NAMES
         and matrix.shape[-1] % 8 == 0
         and matrix.numel() > 0
         and (ends is None or (ends.is_contiguous() and ends.dtype in (torch.int32, torch.int64)))
@@ -50,7 +50,7 @@ def _quantize(
         return quantize_by_formulas(x, ends, fmt, uses, key)
     x = with_aligned_rows(x)
     made = empty(x, ends, fmt, uses)
-    spec = QuantizeSpec(fmt, DTYPES[x.dtype], ends is not None, has_int64_ends(ends), *uses)
+    spec = QuantizeSpec(fmt, PTX_NAMES[x.dtype], ends is not None, has_int64_ends(ends), *uses)
     amax = None
     if spec.has_matrix_scales:
         amax = amax_bits(x, ends, fmt, uses.rowwise, uses.columnwise)
@@ -83,7 +83,7 @@ def amax_bits(
     One launch, and one that clears.
     """
     uses = (rowwise, columnwise) if fmt.hadamard else (True, True)
-    spec = QuantizeSpec(fmt, DTYPES[x.dtype], ends is not None, has_int64_ends(ends), *uses)
+    spec = QuantizeSpec(fmt, PTX_NAMES[x.dtype], ends is not None, has_int64_ends(ends), *uses)
     if index is not None:
         spec = spec._replace(k_major=True, gathered=True)
     sizes = sizes_of(x, ends, index)
@@ -138,7 +138,7 @@ def _dequantize(matrix: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
     tensor_scale = None if tensor_scale is None else tensor_scale.contiguous()
     out = data.new_empty(*lead, rows, columns, dtype=dtype)
     groups = data.shape[:-2].numel() if ends is None else ends.shape[0]
-    spec = DequantizeSpec(fmt, DTYPES[dtype], ends is not None, has_int64_ends(ends), columnwise)
+    spec = DequantizeSpec(fmt, PTX_NAMES[dtype], ends is not None, has_int64_ends(ends), columnwise)
     given = data, scale, tensor_scale, ends, out, out.numel() // columns, columns, groups, rows
     launch("quantize.dequantize.dequantize", (spec,), data.device, *given)
     return out

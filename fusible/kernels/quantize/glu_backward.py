@@ -20,14 +20,15 @@ from fusible.kernels.grouped.groups import row_groups
 from fusible.kernels.quantize import k_major
 from fusible.kernels.quantize.cuda import supports_matrix
 from fusible.kernels.quantize.k_major import KMajor, KMajorInput
-from fusible.kernels.quantize.spec import DTYPES, GluBackwardSpec, QuantizeSpec
+from fusible.kernels.quantize.spec import GluBackwardSpec, QuantizeSpec
+from fusible.kernels.runtime.gpu import PTX_NAMES
 from fusible.kernels.runtime.launch import aligned, launch
 from fusible.library import define
 from fusible.recipes.formats import FP8_BLOCK, NumberFormat
 
 _THREAD_COLUMNS = 8  # columns of a thread
 _Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-"""`k_major.Pieces`, the gradient of the scales, and the values."""
+"""`k_major.KMajorPieces`, the gradient of the scales, and the values."""
 
 
 class _Inputs(NamedTuple):
@@ -176,7 +177,7 @@ def _kernel(
     values: bool,
     paired: bool,
 ) -> tuple[GluBackwardSpec]:
-    wide, dtype = ends == torch.int64, DTYPES[torch.bfloat16]
+    wide, dtype = ends == torch.int64, PTX_NAMES[torch.bfloat16]
     quantize = QuantizeSpec(fmt, dtype, True, wide, rowwise, columnwise, k_major=True)
     narrow = stripe if stripe < _THREAD_COLUMNS else 0
     return (GluBackwardSpec(quantize, activation, scaled, narrow, values, paired),)

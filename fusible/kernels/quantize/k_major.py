@@ -26,7 +26,8 @@ from fusible.kernels.quantize.cuda import (
     supports_matrix,
     with_aligned_rows,
 )
-from fusible.kernels.quantize.spec import DTYPES, PIECE, QuantizeSpec
+from fusible.kernels.quantize.spec import PIECE_ROWS, QuantizeSpec
+from fusible.kernels.runtime.gpu import PTX_NAMES
 from fusible.kernels.runtime.launch import launch
 from fusible.library import define
 from fusible.recipes.blocks import (
@@ -92,7 +93,7 @@ class KMajor(NamedTuple):
 _L2_BYTES = 8 << 20
 """Bytes of gathered columns in one pass: what the L2 cache can hold."""
 
-Pieces = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+KMajorPieces = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """Contiguous ``[rows, columns]``, its scales as they are stored, the same of ``[columns, padded]``,
 and the padded ends. Empty where they are not wanted, or are the same. Of a whole matrix or group
 scales are stored for each row, and for each 128 padded rows."""
@@ -126,7 +127,7 @@ def quantize_k_major(
 
 
 def as_operands(
-    pieces: Pieces, fmt: NumberFormat, rowwise: bool, columnwise: bool, grouped: bool
+    pieces: KMajorPieces, fmt: NumberFormat, rowwise: bool, columnwise: bool, grouped: bool
 ) -> KMajor:
     """The operands from the tensors of the op."""
     row_data, row_scale, column_data, column_scale, padded_ends = pieces
@@ -196,7 +197,9 @@ def check(given: KMajorInput, fmt: NumberFormat) -> None:
         )
 
 
-def definition(given: KMajorInput, fmt: NumberFormat, rowwise: bool, columnwise: bool) -> Pieces:
+def definition(
+    given: KMajorInput, fmt: NumberFormat, rowwise: bool, columnwise: bool
+) -> KMajorPieces:
     """The definition of the op."""
     check(given, fmt)
     x, ends, index = given
@@ -257,7 +260,7 @@ def _transposed_like(data: Tensor) -> Tensor:
     return data.new_empty(*lead, columns, rows)
 
 
-def outputs(given: KMajorInput, fmt: NumberFormat, rowwise: bool, columnwise: bool) -> Pieces:
+def outputs(given: KMajorInput, fmt: NumberFormat, rowwise: bool, columnwise: bool) -> KMajorPieces:
     """Allocate what the op returns."""
     x, ends, _ = given
     *lead, _, columns = x.shape
@@ -297,17 +300,17 @@ def _kernel(
     """The kernel's constant for inputs of ``dtype``, and end rows and an index if there are."""
     grouped, wide = ends_dtype is not None, ends_dtype == torch.int64
     spec = QuantizeSpec(
-        fmt, DTYPES[dtype], grouped, wide, rowwise, columnwise, k_major=True, gathered=gathered
+        fmt, PTX_NAMES[dtype], grouped, wide, rowwise, columnwise, k_major=True, gathered=gathered
     )
     return (spec,)
 
 
 def _cuda(
     given: KMajorInput, fmt: NumberFormat, rowwise: bool, columnwise: bool
-) -> Pieces | NotImplementedType:
+) -> KMajorPieces | NotImplementedType:
     check(given, fmt)
     x, ends, index = given
-    fills_stores = _pads_groups(fmt, ends is not None) or x.shape[-2] % PIECE == 0
+    fills_stores = _pads_groups(fmt, ends is not None) or x.shape[-2] % PIECE_ROWS == 0
     some = (rowwise or columnwise) and (index is None or index.numel() > 0)
     if not (some and fills_stores and supports_matrix(x, x.dtype, ends)):
         return NotImplemented
@@ -328,7 +331,7 @@ def launch_quantize(
     columnwise: bool,
     amax: Tensor | None,
     pass_chunks: int = 0,
-) -> Pieces:
+) -> KMajorPieces:
     """The kernel, by `amax_bits` in a format of whole matrices."""
     x, ends, index = given
     pieces = outputs(given, fmt, rowwise, columnwise)

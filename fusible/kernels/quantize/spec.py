@@ -11,16 +11,15 @@ from typing import NamedTuple
 
 import torch
 
+from fusible.kernels.runtime.gpu import PTX_NAMES
 from fusible.recipes.formats import FP8_BLOCK, NumberFormat
 from fusible.recipes.quantize_ops import compute_dtype
 
 THREADS = 128
-DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
-"""High precision on either side, by PTX name."""
-VALUES = DTYPES[compute_dtype(torch.device("cuda"))]
+VALUES = PTX_NAMES[compute_dtype(torch.device("cuda"))]
 """The PTX name of the dequantized values that a quantizer writes besides."""
 
-PIECE = 16
+PIECE_ROWS = 16
 """Neighbouring rows whose bytes fill the widest store of a thread, where columns are contiguous."""
 
 _WHOLE_MATRIX_ROWS = 32  # at a time, where a block is a whole matrix

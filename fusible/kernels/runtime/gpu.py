@@ -8,6 +8,11 @@ import torch
 
 from fusible.versions import CUTLASS_DSL, installed
 
+PTX_NAMES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
+"""Names of the dtypes of high precision in specs of kernels."""
+MAX_INDEX = 2**31 - 2**20
+"""The limit of 32-bit indices, less what a grid may run past the end."""
+
 
 @cache
 def capability(device: torch.device) -> tuple[int, int]:

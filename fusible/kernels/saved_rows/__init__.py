@@ -13,7 +13,7 @@ from types import NotImplementedType
 import torch
 from torch import Tensor
 
-from fusible.kernels.runtime.gpu import multiprocessors, runs_kernels
+from fusible.kernels.runtime.gpu import MAX_INDEX, multiprocessors, runs_kernels
 from fusible.kernels.runtime.launch import launch
 from fusible.library import define
 
@@ -21,7 +21,6 @@ LINE, UNIT = 128, 16
 """Bytes at which a copy begins, and that a thread copies at once."""
 
 _MIN_SM = 80
-_INDEX = 2**31 - 2**20  # the limit of 32-bit indices, less what a grid may run past the end
 _BLOCKS = 8  # thread blocks for each multiprocessor
 
 
@@ -32,7 +31,7 @@ def supports_copy(t: Tensor) -> bool:
         and t.dim() == 2
         and t.is_contiguous()
         and t.shape[1] * t.element_size() % UNIT == 0
-        and 0 < t.numel() * t.element_size() // UNIT < _INDEX
+        and 0 < t.numel() * t.element_size() // UNIT < MAX_INDEX
     )
 
 

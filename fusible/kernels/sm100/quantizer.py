@@ -31,7 +31,7 @@ from fusible.recipes.formats import NumberFormat
 from fusible.recipes.matrix import QuantizedMatrix, Uses
 from fusible.recipes.quantize_ops import quantize_for, random_key
 
-Pieces = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+PackedPieces = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 """Row-wise data ``[size, columns / per_byte]`` and packed scales, the same for the column-wise use,
 as ``packed_columns`` lays them out, the FP32 factor of each group, the sums of the rows of each
 group ``[groups, columns]``, and the factors of transformed columns, if they are. Empty where they
@@ -61,7 +61,7 @@ def quantize_packed(
     ends: Tensor,
     padded: PaddedGroups,
     options: QuantizeOptions,
-) -> Pieces:
+) -> PackedPieces:
     """``x`` ``[rows, columns]`` in groups up to ``ends`` in ``fmt``, padded and packed.
 
     The columns are a multiple of 32.
@@ -86,7 +86,7 @@ def _check_amax(amax: Tensor, x: Tensor, ends: Tensor, fmt: NumberFormat) -> Non
 
 def _quantize(
     x: Tensor, ends: Tensor, padded: PaddedGroups, fmt: NumberFormat, options: QuantizeOptions
-) -> Pieces:
+) -> PackedPieces:
     row, column = _quantized_matrices(x, ends, fmt, options)
     pieces = [*_outputs(x, ends, padded, fmt, QuantizeOptions(False, False))]
     if row is not None:
@@ -121,7 +121,7 @@ def _quantized_matrices(
 
 def _outputs(
     x: Tensor, ends: Tensor, padded: PaddedGroups, fmt: NumberFormat, options: QuantizeOptions
-) -> Pieces:
+) -> PackedPieces:
     rowwise, columnwise, sums, *_ = options
     size = padded.size
     assert fmt.block is not None
@@ -164,7 +164,7 @@ def _takes(x: Tensor, ends: Tensor, sums: torch.dtype | None) -> bool:
 
 def _cuda(
     x: Tensor, ends: Tensor, padded: PaddedGroups, fmt: NumberFormat, options: QuantizeOptions
-) -> Pieces | NotImplementedType:
+) -> PackedPieces | NotImplementedType:
     rowwise, columnwise, sums, row_scale, amax, _ = options
     size, plain = padded.size, not (fmt.hadamard or fmt.stochastic)
     if not (plain and (rowwise or columnwise) and size and _takes(x, ends, sums)):

@@ -17,7 +17,7 @@ FP8_SCALING = {
     role: (fp8_block(block=BLOCKS[role == "weight"]).scaling, fp8_tensor().scaling)
     for role in ("input", "weight", "grad")
 }
-SCALE_DTYPES = ("float32", "bfloat16", "float16", "float64")
+ROW_SCALE_DTYPES = ("float32", "bfloat16", "float16", "float64")
 # Layouts of gate and linear columns: halves (0), or alternating blocks of that many columns.
 INTERLEAVES = (0, *(1 << i for i in range(11)))
 

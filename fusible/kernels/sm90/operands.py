@@ -54,7 +54,7 @@ def as_matrix(name: str, x: Tensor) -> tuple[Tensor, int]:
 
 def check_scale(name: str, dtype: torch.dtype) -> None:
     """Raise ValueError unless the kernels read scales of ``dtype``."""
-    if DTYPE_NAMES.get(dtype) not in limits.SCALE_DTYPES:
+    if DTYPE_NAMES.get(dtype) not in limits.ROW_SCALE_DTYPES:
         raise ValueError(f"{name} must be a float tensor, got {dtype}")
 
 

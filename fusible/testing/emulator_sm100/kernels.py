@@ -42,7 +42,7 @@ BF16 = torch.bfloat16
 FP32 = torch.float32
 GRADS = (BF16, FP32)  # of weight gradients
 
-Outputs = dict[str, Tensor | None]
+WrapperOutputs = dict[str, Tensor | None]
 
 
 def multiplied(a: Tensor, b: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ def multiplied(a: Tensor, b: Tensor) -> Tensor:
         return a @ b
 
 
-class Rows:
+class RowsOperand:
     """The checked operands of a kernel whose rows are grouped."""
 
     def __init__(self, call: Any, *, scaled: bool) -> None:
@@ -127,7 +127,7 @@ class QuantizedD:
 
     amax = None
 
-    def __init__(self, rows: Rows, d: Tensor, d_col: Tensor) -> None:
+    def __init__(self, rows: RowsOperand, d: Tensor, d_col: Tensor) -> None:
         call = rows.call
         need_vector(call.norm_const_tensor, "norm_const_tensor", 1, FP32)
         self.m, self.columns = d.shape[:2]
@@ -155,7 +155,7 @@ class QuantizedD:
         self.sfd_col.view(torch.uint8).view(-1)[at] = pad(byte, (0, width - self.columns)).t()
 
 
-def destination(rows: Rows, columns: int, *amax: int) -> WideD | QuantizedD:
+def destination(rows: RowsOperand, columns: int, *amax: int) -> WideD | QuantizedD:
     """D of a GLU or dGLU kernel, which its operands decide."""
     call = rows.call
     dtype = call.d_dtype or BF16
@@ -191,12 +191,12 @@ def need_activation(call: Any, scaled: bool, prefix: str = "") -> None:
         need(finite, "situ_beta1 and situ_beta2 must be finite and positive")
 
 
-def glu(call: Any) -> Outputs:
+def glu(call: Any) -> WrapperOutputs:
     """`grouped_gemm_glu_wrapper_sm100`."""
     scaled = block_scaled(call.a_tensor, call.sfa_tensor, call.sf_vec_size)
     need_activation(call, scaled)
     need(call.b_major == "k", "weights must be K-major")
-    rows = Rows(call, scaled=scaled)
+    rows = RowsOperand(call, scaled=scaled)
     need(rows.n % 64 == 0, f"N must be divisible by 64, 32 gates and 32 linear, got {rows.n}")
     rows.need_per_row("prob_tensor")
     need(call.c_dtype in (None, BF16), f"c_dtype must be BF16, got {call.c_dtype}")
@@ -218,7 +218,7 @@ def glu(call: Any) -> Outputs:
     }
 
 
-def need_dglu(call: Any, rows: Rows) -> None:
+def need_dglu(call: Any, rows: RowsOperand) -> None:
     """What only the dGLU kernels ask."""
     need(rows.n % 32 == 0, f"n must be divisible by 32 (interleaved columns), got {rows.n}")
     need_rows(call.c_tensor, "c_tensor", 2 * rows.n, rows.m)
@@ -232,11 +232,11 @@ def need_dglu(call: Any, rows: Rows) -> None:
     need(not call.deterministic or ordered, "deterministic is block-scaled only, without dbias")
 
 
-def dglu(call: Any) -> Outputs:
+def dglu(call: Any) -> WrapperOutputs:
     """`grouped_gemm_dglu_wrapper_sm100`."""
     scaled = block_scaled(call.a_tensor, call.sfa_tensor, call.sf_vec_size)
     need_activation(call, scaled, "d")
-    rows = Rows(call, scaled=scaled)
+    rows = RowsOperand(call, scaled=scaled)
     need_dglu(call, rows)
     d = destination(rows, 2 * rows.n, 2, 1)
     dbias = None
@@ -263,7 +263,7 @@ def dglu(call: Any) -> Outputs:
     }
 
 
-def quant(call: Any) -> Outputs:
+def quant(call: Any) -> WrapperOutputs:
     """`grouped_gemm_quant_wrapper_sm100`."""
     scaled = block_scaled(call.a_tensor, call.sfa_tensor, call.sf_vec_size)
     need(scaled, "a_tensor must be block-scaled, FP8 or FP4")
@@ -271,7 +271,7 @@ def quant(call: Any) -> Outputs:
     return {"d_tensor": call.d_tensor, "amax_tensor": amax}
 
 
-def plain(call: Any) -> Outputs:
+def plain(call: Any) -> WrapperOutputs:
     """`grouped_gemm_wrapper_sm100`."""
     need(call.a_tensor.dtype == BF16, f"a_tensor must be BF16, got {call.a_tensor.dtype}")
     need(call.prob_tensor is not None, "prob_tensor is required for BF16 operands")
@@ -281,7 +281,7 @@ def plain(call: Any) -> Outputs:
 
 def _gemm(call: Any, *, scaled: bool, with_amax: bool) -> Tensor | None:
     """Write D; returns the largest magnitude of each expert, if asked."""
-    rows = Rows(call, scaled=scaled)
+    rows = RowsOperand(call, scaled=scaled)
     if call.prob_tensor is not None:
         rows.need_per_row("prob_tensor")
     need(call.d_dtype in (None, BF16), f"d_dtype must be BF16, got {call.d_dtype}")
@@ -297,7 +297,7 @@ def _gemm(call: Any, *, scaled: bool, with_amax: bool) -> Tensor | None:
     return d.amax
 
 
-def wgrad(call: Any) -> Outputs:
+def wgrad(call: Any) -> WrapperOutputs:
     """`grouped_gemm_wgrad_wrapper_sm100`."""
     scaled = block_scaled(call.a_tensor, call.sfa_tensor, call.sf_vec_size)
     need(call.acc_dtype in (None, FP32), f"acc_dtype must be FP32, got {call.acc_dtype}")

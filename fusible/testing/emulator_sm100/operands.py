@@ -144,7 +144,7 @@ def matrix(elements: Tensor, packed: Tensor, dtype: torch.dtype, vec: int, name:
 
 
 @dataclass(frozen=True)
-class Weights:
+class WeightsOperand:
     """One ``[N, K]`` matrix per expert, dense or behind pointers, with or without block scales."""
 
     n: int
@@ -167,7 +167,7 @@ class Weights:
         return matrix(self.elements[expert], self.scales[expert], self.scale_dtype, self.vec, "SFB")
 
 
-def weights_of(call: Any, scaled: bool) -> Weights:
+def weights_of(call: Any, scaled: bool) -> WeightsOperand:
     """The weights of a call: ``(b_tensor, sfb_tensor)``, or pointers with ``n`` and ``b_dtype``."""
     dense, discrete = call.b_tensor is not None, call.b_ptrs is not None
     need(dense != discrete, "give either b_tensor or b_ptrs")
@@ -187,7 +187,7 @@ def weights_of(call: Any, scaled: bool) -> Weights:
     if not scaled:
         sfb = getattr(call, "sfb_tensor", None), getattr(call, "sfb_ptrs", None)
         need(sfb == (None, None), "BF16 weights take no scales")
-        return Weights(n, k, elements, None, None, 0)
+        return WeightsOperand(n, k, elements, None, None, 0)
     blocks = math.ceil(k / call.sf_vec_size)
     if dense:
         need(call.sfb_tensor is not None, "dense block-scaled weights need sfb_tensor")
@@ -198,7 +198,7 @@ def weights_of(call: Any, scaled: bool) -> Weights:
         table = pointers(call.sfb_ptrs, "sfb_ptrs", experts)
         count = packed_bytes(n, blocks)
         scales = [memory(at, count, torch.uint8, "sfb_ptrs") for at in table]
-    return Weights(n, k, elements, scales, call.sfa_tensor.dtype, call.sf_vec_size)
+    return WeightsOperand(n, k, elements, scales, call.sfa_tensor.dtype, call.sf_vec_size)
 
 
 def _dense(call: Any) -> list[Tensor]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fusible.testing.emulator_sm100 import kernels
-from fusible.testing.emulator_sm100.kernels import Outputs
+from fusible.testing.emulator_sm100.kernels import WrapperOutputs
 
 
 def grouped_gemm_glu_wrapper_sm100(
@@ -47,7 +47,7 @@ def grouped_gemm_glu_wrapper_sm100(
     situ_beta2: float = 25.0,
     use_dynamic_sched: bool = False,
     generate_c: bool = False,
-) -> Outputs:
+) -> WrapperOutputs:
     """FC1 forward: C = cast(alpha A B^T + bias), D = GLU(unrounded C) * prob, quantized both ways.
 
     Returns c_tensor (M, N), d_tensor and d_col_tensor (M, N / 2), amax_tensor (E, 1) for a 16-bit
@@ -88,7 +88,7 @@ def grouped_gemm_dglu_wrapper_sm100(
     situ_beta2: float = 25.0,
     use_dynamic_sched: bool = False,
     deterministic: bool = False,
-) -> Outputs:
+) -> WrapperOutputs:
     """FC2 dgrad and the GLU's backward: D = dGLU(alpha^2 A B^T * prob) at beta * C, quantized.
 
     ``dprob_tensor`` is added to, before the multiplication with prob. Returns d_row_tensor and
@@ -120,7 +120,7 @@ def grouped_gemm_quant_wrapper_sm100(
     use_dynamic_sched: bool = False,
     *,
     generate_amax: bool = True,
-) -> Outputs:
+) -> WrapperOutputs:
     """A block-scaled grouped GEMM: D = alpha A B^T * prob, or alpha A B^T + bias * prob.
 
     Returns d_tensor (M, N) and amax_tensor (E, 1), None unless asked for. ValueError if refused.
@@ -144,7 +144,7 @@ def grouped_gemm_wrapper_sm100(
     d_tensor: Tensor | None = None,
     m_aligned: int = 256,
     use_dynamic_sched: bool = False,
-) -> Outputs:
+) -> WrapperOutputs:
     """A BF16 grouped GEMM: D = alpha A B^T * prob, or alpha A B^T + bias * prob.
 
     Returns d_tensor (M, N). ValueError if refused.
@@ -170,7 +170,7 @@ def grouped_gemm_wgrad_wrapper_sm100(
     input_order: Any = "tensor2d",
     *,
     descriptor_workspace: Tensor | None = None,
-) -> Outputs:
+) -> WrapperOutputs:
     """Weight gradients: A[:, s:t] B[s:t] per expert, written or added, dense or behind pointers.
 
     Returns wgrad_tensor (E, O, I), None for pointers. ValueError if refused.

@@ -36,7 +36,7 @@ _DTYPE = "bf16"  # of rows, biases and the output
 _HEADROOM = 16  # scaled values are 2^-this times too small, so that BF16 holds the factor
 
 
-class _Weights(NamedTuple):
+class _GroupWeights(NamedTuple):
     """A thread's rows of the weight of a group."""
 
     data: Int64  # address of the matrix
@@ -192,7 +192,7 @@ def _load_x(rows, tiles, k, inside):
 
 @cute.jit
 def _multiply(
-    weights: _Weights,
+    weights: _GroupWeights,
     x_rows,
     words: cute.Tensor,
     scales: cute.Tensor,
@@ -332,7 +332,8 @@ def _weights_of(problem, group, column, across, spec):
         outer = problem.outer + Int64(group) * 4
     rows = _rows_of_thread(column, across, problem.columns, spec)
     of_scales = [row // across_block * scale_pitch for row in rows]
-    return _Weights(data, [row * pitch for row in rows], scale, of_scales, problem.depth), outer
+    offsets = [row * pitch for row in rows]
+    return _GroupWeights(data, offsets, scale, of_scales, problem.depth), outer
 
 
 def _put_sums(shared, sums, nans, across, along, spec):

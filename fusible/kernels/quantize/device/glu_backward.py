@@ -18,7 +18,7 @@ from fusible.activations import ACTIVATIONS
 from fusible.kernels.device import bits
 from fusible.kernels.device.activations import evaluate
 from fusible.kernels.quantize.device.blocks import grid_of, store_padded_ends
-from fusible.kernels.quantize.device.k_major import Out, computed_anew, store_block
+from fusible.kernels.quantize.device.k_major import KMajorOut, computed_anew, store_block
 from fusible.kernels.quantize.device.magnitudes import largest_of_columns, over_rows
 from fusible.kernels.quantize.device.quantize import (
     SHARED_PERCENT,
@@ -32,7 +32,7 @@ _ROWS = 4  # of a thread, after which addresses are computed anew
 _STAGED_SHARED_PERCENT = 50  # for up to three thread blocks whose linear columns take 32 KiB each
 
 
-class Source(NamedTuple):
+class GluSource(NamedTuple):
     """What the gradients are computed from, by address."""
 
     dy: Int64
@@ -255,8 +255,8 @@ def _quantize(
         if cta == 0:
             store_padded_ends(ends, padded_ends, groups, rows, quantize.rows, quantize.wide_ends)
     if tile.rows > 0:
-        source = Source(dy, preact, scales, glu_block, (limit, alpha, offset))
-        out = Out(row_data, row_scale, col_data, col_scale, col_pitch)
+        source = GluSource(dy, preact, scales, glu_block, (limit, alpha, offset))
+        out = KMajorOut(row_data, row_scale, col_data, col_scale, col_pitch)
         quantize_gradients(source, tile, rows, columns, amax, out, partials, values, spec)
 
 

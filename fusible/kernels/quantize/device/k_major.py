@@ -37,10 +37,10 @@ from fusible.kernels.quantize.device.quantize import (
     square_factors,
     thread_tile,
 )
-from fusible.kernels.quantize.spec import PIECE, THREADS
+from fusible.kernels.quantize.spec import PIECE_ROWS, THREADS
 
 
-class Out(NamedTuple):
+class KMajorOut(NamedTuple):
     """Addresses of what is written, and the distance of columns in the transposed elements."""
 
     row_data: Int64
@@ -114,7 +114,7 @@ def _row_factor(words, r, tile, rows, columns, row_scale, spec):
     largest = largest_of_rows(largest, spec.lanes, spec.dtype)
     scale, factor = numbers.encode_scale(magnitude(largest, spec.dtype), None, fmt)
     block = tile.column // along
-    inside = Boolean(own < PIECE) & (r + own < tile.count) & (block * along < columns)
+    inside = Boolean(own < PIECE_ROWS) & (r + own < tile.count) & (block * along < columns)
     offset = Int64(block) * Int64(rows) + Int64(tile.first + r + own)
     bits.store(row_scale + offset * 4, [scale], Int32(inside))
     return bits.to_bits(factor)
@@ -137,7 +137,7 @@ def _store_row(values, factors, r, tile, columns, row_data, spec):
 def _store_piece(piece, r, of_rows, of_columns, tile, columns, column, out, spec):
     """Elements of a piece of rows from row ``r`` of a thread, by the factors of both uses."""
     transposed = [[] for _ in range(spec.vector)]
-    for i in range(0, PIECE, 4):
+    for i in range(0, PIECE_ROWS, 4):
         four = [bits.unpack(row, spec.dtype) for row in piece[i : i + 4]]
         if spec.rowwise:
             for j, values in enumerate(four, i):
@@ -199,8 +199,8 @@ def store_block(words, tile, rows, columns, matrix_rows, out, spec, matrix_scale
         of_columns = _column_factors(words, tile, columns, out, spec)
     tile, columns = computed_anew(tile, columns)
     column = _column_of(tile, columns, matrix_rows, out.col_pitch, spec)
-    for r in range(0, spec.thread_rows, PIECE):
-        piece = words[r : r + PIECE]
+    for r in range(0, spec.thread_rows, PIECE_ROWS):
+        piece = words[r : r + PIECE_ROWS]
         of_rows = None
         if spec.format.directional and spec.rowwise:
             of_rows = _row_factor(piece, r, tile, rows, columns, out.row_scale, spec)
@@ -235,7 +235,7 @@ def _quantize(
         turn = cute.arch.grid_dim()[0] - 1 - cta
     block, chunk = block_and_chunk(turn, blocks, pass_chunks, spec)
     tile = thread_tile(block, chunk, rows, columns, groups, matrix_rows, ends, spec)
-    out = Out(row_data, row_scale, col_data, col_scale, col_pitch)
+    out = KMajorOut(row_data, row_scale, col_data, col_scale, col_pitch)
     if cutlass.const_expr(spec.grouped):
         if cta == 0:
             store_padded_ends(ends, padded_ends, groups, rows, spec.rows, spec.wide_ends)

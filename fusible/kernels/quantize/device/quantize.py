@@ -32,7 +32,7 @@ from fusible.recipes.formats import HADAMARD
 SHARED_PERCENT = 8  # of the memory that shared memory and the L1 cache divide: 2 KiB a block
 
 
-class Out(NamedTuple):
+class QuantizedOut(NamedTuple):
     """Addresses of what is written."""
 
     row_data: Int64
@@ -344,7 +344,7 @@ def _store_spare_scales(tile, outer, col_scale, columns, col_blocks, spec):
 
 
 @cute.jit
-def _store_matrix_scales(amax: Int64, out: Out, groups: Int32, spec: cutlass.Constexpr):
+def _store_matrix_scales(amax: Int64, out: QuantizedOut, groups: Int32, spec: cutlass.Constexpr):
     """The scales of whole matrices, for both uses, by one group of threads."""
     thread, _, _ = cute.arch.thread_idx()
     whole = out.row_tensor_scale if spec.format.has_tensor_scale else out.row_scale
@@ -388,7 +388,7 @@ def _quantize(
     # Backwards: what the pass for the largest magnitude read last is still in the cache.
     block = blocks - 1 - cta // chunks
     tile = thread_tile(block, cta % chunks, rows, columns, groups, matrix_rows, ends, spec)
-    out = Out(
+    out = QuantizedOut(
         row_data, row_scale, row_tensor_scale, col_data, col_scale, col_tensor_scale, row_values,
         col_values,
     )  # fmt: skip

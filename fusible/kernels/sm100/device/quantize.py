@@ -37,7 +37,7 @@ class Groups(NamedTuple):
     size: Int32
 
 
-class Source(NamedTuple):
+class PackedSource(NamedTuple):
     """Addresses of what is read, and the distance of rows of ``x`` in elements."""
 
     x: Int64
@@ -45,7 +45,7 @@ class Source(NamedTuple):
     row_scale: Int64
 
 
-class Out(NamedTuple):
+class PackedOut(NamedTuple):
     """Addresses of what is written."""
 
     row_data: Int64
@@ -58,7 +58,7 @@ class Out(NamedTuple):
     """FP32, of the rows of each thread."""
 
 
-class ThreadTile(NamedTuple):
+class PackedTile(NamedTuple):
     """The part of a matrix that a thread takes."""
 
     first: Int32
@@ -98,7 +98,7 @@ def _thread_tile(groups, first, column, columns, rows):
     region_end = Int32(bits.select(live != 0, placed_end, groups.size))
     count = (end - source) * live
     inside = Int32(column < columns)
-    return ThreadTile(first, source, count, group, region, region_end, column, columns, inside)
+    return PackedTile(first, source, count, group, region, region_end, column, columns, inside)
 
 
 @cute.kernel
@@ -125,7 +125,7 @@ def _quantize(
     cta, _, _ = cute.arch.block_idx()
     thread, _, _ = cute.arch.thread_idx()
     groups = Groups(ends, placed_ends, count, size)
-    out = Out(row_data, row_scales, col_data, col_scales, factors, sums)
+    out = PackedOut(row_data, row_scales, col_data, col_scales, factors, sums)
     column = ((cta % chunks) * THREADS + thread) * VECTOR
     tile = _thread_tile(groups, (cta // chunks) * spec.rows, column, columns, spec.rows)
     outer = None
@@ -133,7 +133,7 @@ def _quantize(
         if cta == 0:
             _store_factors(amax, parts, factors, count, spec)
         outer = _tensor_scale(amax, parts, tile.group, spec)
-    _quantize_rows(Source(x, pitch, row_scale), tile, outer, out, spec)
+    _quantize_rows(PackedSource(x, pitch, row_scale), tile, outer, out, spec)
 
 
 @cute.jit

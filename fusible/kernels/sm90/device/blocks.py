@@ -11,7 +11,7 @@ from fusible.kernels.sm90.spec import WARP_ROWS, WARPGROUP_ROWS
 
 _EPILOGUE_BARRIER = 1  # and 2: named barrier of each warpgroup's epilogue
 _WARPGROUP = 128
-PIECE = 16  # columns that one stmatrix or ldmatrix moves: 8 values of each thread
+PIECE_COLUMNS = 16  # columns that one stmatrix or ldmatrix moves: 8 values of each thread
 
 
 class BlockWriter:
@@ -35,7 +35,7 @@ class BlockWriter:
             OperandMajorMode.K,
             Float32,
             (1, 1, 1),
-            (WARPGROUP_ROWS, PIECE),
+            (WARPGROUP_ROWS, PIECE_COLUMNS),
         )
         if out_dtype.width == 16:
             to_shared = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), out_dtype)
@@ -44,7 +44,7 @@ class BlockWriter:
         self.to_shared = cute.make_tiled_copy_C(to_shared, mma)
         from_shared = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), dtype)
         self.from_shared = cute.make_tiled_copy_C(from_shared, mma)
-        self.shape = mma.partition_shape_C((WARPGROUP_ROWS, PIECE))
+        self.shape = mma.partition_shape_C((WARPGROUP_ROWS, PIECE_COLUMNS))
         self.stripe, self.is_narrow = spec.stripe, spec.is_narrow
 
     def read(self, block, piece):
@@ -91,7 +91,7 @@ class BlockWriter:
         atom = cute.make_copy_atom(
             CopyUniversalOp(), self.dtype, num_bits_per_copy=columns * self.dtype.width
         )
-        copy = cute.make_tiled_copy(atom, layout, (WARPGROUP_ROWS, PIECE))
+        copy = cute.make_tiled_copy(atom, layout, (WARPGROUP_ROWS, PIECE_COLUMNS))
         part = copy.get_slice(self.thread).partition_S(block)[None, 0, piece]
         return copy, part, cute.make_rmem_tensor(part.shape, self.dtype)
 

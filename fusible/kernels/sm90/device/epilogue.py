@@ -9,7 +9,7 @@ from cutlass import Float32, Int32, const_expr, cute, pipeline
 
 from fusible.kernels.device.activations import evaluate
 from fusible.kernels.sm90.device.addressing import group_rows
-from fusible.kernels.sm90.device.blocks import PIECE, BlockWriter
+from fusible.kernels.sm90.device.blocks import PIECE_COLUMNS, BlockWriter
 from fusible.kernels.sm90.device.parts import (
     Outputs,
     Preacts,
@@ -199,7 +199,7 @@ class Epilogue:
 
     def _put_accumulator(self, writer, block, accumulator, m, index):
         """Put the index-th block of the accumulator together as it is."""
-        for piece in range(self.columns // PIECE):
+        for piece in range(self.columns // PIECE_COLUMNS):
             eight = 2 * piece + index * self.columns // 8
             values = [self._value(accumulator, m, eight + i // 4, i % 4) for i in range(8)]
             writer.put(values, block, piece)
@@ -249,7 +249,7 @@ class Epilogue:
                 at += whole * self.columns - view * half
                 writer.write([(*both[view], slab, at, block)])
         block = writer.block(count + (sides if spec.save_preact else 0))
-        for piece in cutlass.range_constexpr(self.columns // PIECE):
+        for piece in cutlass.range_constexpr(self.columns // PIECE_COLUMNS):
             values = []
             for j in cutlass.range_constexpr(2):
                 eight = 2 * piece + index * self.columns // 8 + j
@@ -286,7 +286,7 @@ class Epilogue:
                 stored = behind(preact_state, act_blocks)
                 cute.arch.mbarrier_wait(vacated + stored.index, stored.phase)
             act = self.outputs.blocks[None, None, (m * blocks + index) % act_blocks]
-            for piece in cutlass.range_constexpr(self.columns // PIECE):
+            for piece in cutlass.range_constexpr(self.columns // PIECE_COLUMNS):
                 self._backward(
                     writer, accumulator, m, row_scales, sides, act, index, piece, scale_grads
                 )
@@ -304,7 +304,7 @@ class Epilogue:
 
         Adds to the gradients of a thread's two scales.
         """
-        pieces, both = self.columns // PIECE, [self._sides(2 * piece + i) for i in range(2)]
+        pieces, both = self.columns // PIECE_COLUMNS, [self._sides(2 * piece + i) for i in range(2)]
         # 16 activation columns and their gates and linears: always two pieces of 16.
         touched = sorted({eight // 2 for eights in both for eight in eights})
         values = {p: writer.read_preacts(sides[p // pieces], p % pieces) for p in touched}

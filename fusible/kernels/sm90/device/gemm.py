@@ -18,7 +18,7 @@ from cutlass.utils import hopper_helpers as hopper
 from fusible.kernels.sm90.device.addressing import address_by_distance, address_rows_by_group
 from fusible.kernels.sm90.device.loads import load_operands, load_preacts, prefetch_weights
 from fusible.kernels.sm90.device.parts import (
-    DTYPES,
+    CUTLASS_DTYPES,
     WARPGROUP,
     Operands,
     Outputs,
@@ -47,8 +47,9 @@ class GroupedGemm:
                 f"turns, got {spec.tile}; pass pingpong=True"
             )
         self.spec, self.tile = spec, spec.tile
-        self.dtype, self.b_dtype = DTYPES[spec.dtype], DTYPES[spec.b_dtype or spec.dtype]
-        self.value_dtype, self.out_dtype = DTYPES[spec.value_dtype], DTYPES[spec.out_dtype]
+        names = spec.dtype, spec.b_dtype or spec.dtype, spec.value_dtype, spec.out_dtype
+        dtypes = [CUTLASS_DTYPES[name] for name in names]
+        self.dtype, self.b_dtype, self.value_dtype, self.out_dtype = dtypes
         self.cluster = (spec.tile.cluster_m, spec.tile.cluster_n)
         self.block = (WARPGROUP_ROWS, spec.block_columns)
         self.stored = (spec.stored_rows, spec.block_columns)
@@ -207,7 +208,7 @@ class GroupedGemm:
             self._rows(self.value_dtype, bias, groups, bias_columns)
             if const_expr(spec.bias)
             else None,
-            self._vector(DTYPES[spec.scale], scales, total_rows)
+            self._vector(CUTLASS_DTYPES[spec.scale], scales, total_rows)
             if const_expr(spec.scale)
             else None,
             self._rows(Float32, partials, tiles, total_rows)

@@ -9,7 +9,7 @@ from fusible.kernels.sm90.device.tile_scheduler import TileQueue
 from fusible.kernels.sm90.spec import WARPGROUP_ROWS, Spec
 
 WARPGROUP = 128  # threads
-DTYPES = {
+CUTLASS_DTYPES = {
     "bfloat16": cutlass.BFloat16,
     "float16": cutlass.Float16,
     "float8_e4m3fn": cutlass.Float8E4M3FN,

@@ -9,7 +9,7 @@ from cutlass.utils import hopper_helpers as hopper
 
 from fusible.kernels.sm90.device.epilogue import PREACT_TURN, Epilogue
 from fusible.kernels.sm90.device.parts import (
-    DTYPES,
+    CUTLASS_DTYPES,
     WARPGROUP,
     Operands,
     Outputs,
@@ -92,7 +92,7 @@ def multiply(
         problem,
         preacts,
         outputs,
-        DTYPES[spec.value_dtype],
+        CUTLASS_DTYPES[spec.value_dtype],
         thread & (WARPGROUP - 1),
         warpgroup,
     )

@@ -5,7 +5,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.arch import shuffle_sync, shuffle_sync_up
 
-from fusible.kernels.sm90.device.parts import DTYPES
+from fusible.kernels.sm90.device.parts import CUTLASS_DTYPES
 
 _LANES = 32
 _EACH = 8  # groups of a lane, whose sizes it has in flight
@@ -21,7 +21,7 @@ class GroupEnds:
     """One warp scans group sizes of ``dtype``; negative ones count as none, ends stop at rows."""
 
     def __init__(self, dtype: str):
-        self.dtype = DTYPES[dtype]
+        self.dtype = CUTLASS_DTYPES[dtype]
 
     @cute.jit
     def __call__(
@@ -70,7 +70,7 @@ class TileSums:
     """Sums over the tiles of a row, always in the same order, as ``dtype``."""
 
     def __init__(self, dtype: str):
-        self.dtype = DTYPES[dtype]
+        self.dtype = CUTLASS_DTYPES[dtype]
 
     @cute.jit
     def __call__(
