@@ -336,7 +336,9 @@ def quantize_nvfp4(monkeypatch, x, ends, key, made, spec):
     addresses = [memory.place(t) for t in (x, amax)]
     keyed = 0 if key is None else memory.place(key)
     pieces = [t for use in made[:2] for t in (use[:3] if use else (None,) * 3)]
-    out = quantize.QuantizedOut(*[0 if t is None else memory.place(t) for t in (*pieces, *made[2:])])
+    out = quantize.QuantizedOut(
+        *[0 if t is None else memory.place(t) for t in (*pieces, *made[2:])]
+    )
     col_blocks = 0 if made.column is None else made.column.scale.numel() // columns
     sizes = rows, columns, groups, matrix_rows
 
