@@ -55,12 +55,7 @@ def is_direct(x: object) -> bool:
     return (
         type(x) is Tensor
         and x.is_cuda
-        # `is_intercepted`, without its call
         and not (
-            torch.compiler.is_dynamo_compiling()
-            or torch._C._len_torch_dispatch_stack() > 0
-            or torch._C._len_torch_function_stack() > 0
-            or torch.is_grad_enabled()
-            or torch._C._are_functorch_transforms_active()
+            is_intercepted() or torch._C._len_torch_function_stack() > 0 or torch.is_grad_enabled()
         )
     )

@@ -35,7 +35,7 @@ from fusible.ops import (
     SReLU,
     SwiGLU,
 )
-from fusible.ops.grouped_fast_path import LinearGLUFastPath, MLPFastPath, plan_fits_fast_path
+from fusible.ops.grouped_fast_path import LinearGLUFastPath, MLPFastPath
 from fusible.ops.grouped_kernels import (
     LIBRARY,
     Activated,
@@ -99,11 +99,7 @@ class GroupedLinearGLU(FusedOperation):
 
     def fast_path(self, plan: Plan, call: PlanKey) -> LinearGLUFastPath | None:
         """A fast path with the unfused backward of both ops."""
-        needs, act_needs = plan.grad
-        both_or_none = needs.requires_grad == act_needs.requires_grad
-        if not (both_or_none and plan_fits_fast_path(call, *self._basic_ops)):
-            return None
-        return LinearGLUFastPath(call, plan.grad, *self._basic_ops)
+        return LinearGLUFastPath.of(plan, call, *self._basic_ops)
 
     def forward_impl(self, ctxs: Contexts, x: Tensor, extra: ExtraTensors) -> FusedOutputs:
         """One launch; the pre-activation is stored only if a backward will read it."""
@@ -140,9 +136,7 @@ class GroupedMLP(FusedOperation):
 
     def fast_path(self, plan: Plan, call: PlanKey) -> MLPFastPath | None:
         """With the library's kernels, as a node of its own."""
-        if not (self.kernels is LIBRARY and plan_fits_fast_path(call, *self._basic_ops)):
-            return None
-        return MLPFastPath(call, plan.grad, *self._basic_ops)
+        return MLPFastPath.of(plan, call, *self._basic_ops) if self.kernels is LIBRARY else None
 
     def forward_impl(self, ctxs: Contexts, x: Tensor, extra: ExtraTensors) -> FusedOutputs:
         """Two launches."""

@@ -395,7 +395,7 @@ class Run:
         return {"call": run}, outputs
 
     def _fast_path(self, plan: Plan, call: PlanKey) -> FastPath | None:
-        if plan.recipe is not None or plan.autocast_dtype is not None or self.wiring.public:
+        if self.wiring.public:
             return None
         forward, *others = [op for op, _ in plan.forward_ops]
         backward = tuple([op for op, _ in plan.backward_ops])

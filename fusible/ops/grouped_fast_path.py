@@ -1,9 +1,8 @@
 """Grouped linears on Hopper as one autograd node without contexts: the least host time.
 
 This path is for calls that need nothing but the kernels: no check, copy, recipe or cast, and no
-gradient elsewhere than in autograd. `Run._fast_path` selects plans of one op. `plan_fits_fast_path`
-checks the plan key and the ops, when the plan is made. `_FastPath._call_fits` checks the tensors
-of a call. All other calls run by the ops.
+gradient elsewhere than in autograd. `GroupedFastPath.of` decides by the plan of one op, once, and
+`GroupedFastPath.prepared` by the tensors of each call. All other calls run by the ops.
 """
 
 from __future__ import annotations
@@ -11,86 +10,50 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from fusible.calls import is_intercepted
 from fusible.formulas import cast
-from fusible.fuser.plan import GradNeeds
+from fusible.fuser.plan import GradNeeds, Plan
 from fusible.fuser.plan_key import PlanKey
 from fusible.fuser.saved_rows import active_pool
 from fusible.fuser.tracing import keeps_graph
 from fusible.kernels import grouped
-from fusible.kernels.sm90 import limits, tiles
-from fusible.kernels.sm90.grouped_products import TENSOR_TYPES, cached_products
-from fusible.kernels.sm90.operands import DTYPE_NAMES, supports
-from fusible.ops.grouped_kernels import glu_of
+from fusible.ops.grouped_kernels import LIBRARY, glu_of
 from fusible.ops.op import Grads
 from fusible.ops.scaled_activation import in_pieces
 from fusible.ops.weights import WeightedOperation
 
 Products = Sequence[tuple[Any, Any]]
 """For each linear, the products of its weight and the weight in their form."""
-DenseOperand = tuple[Sequence[Tensor], tuple[int, ...], int]
-"""An operand in one piece of memory: the tensors, the shape of each, and how many bytes after one
-the next begins."""
-
-
-def plan_fits_fast_path(call: PlanKey, *ops: Any) -> bool:
-    """Whether calls of a plan need no checks, as far as its ops and plan key determine it."""
-    (dtype, device, _), *extra = call.inputs
-    linears: list[Any] = [op for op in ops if isinstance(op, WeightedOperation)]
-    return (
-        all([on == device for _, on, _ in call.inputs])
-        and all([of_param == dtype for of_param in call.param_dtypes])
-        and all([
-            DTYPE_NAMES.get(of_input) in limits.ROW_SCALE_DTYPES
-            if name == "scales"
-            else of_input in (torch.int64, torch.int32)
-            for name, (of_input, *_) in zip(_extra_inputs(ops), extra, strict=True)
-        ])
-        and not any([op.accumulates_grads or op.split_alignment > 1 for op in linears])
-        and all([supports(device, dtype, op.in_features, op.out_features) for op in linears])
-    )  # fmt: skip
-
-
-def _extra_inputs(ops: Sequence[Any]) -> list[str]:
-    """The names of the extra inputs of ops."""
-    return [op.extra_input_name(slot) for op in ops for slot in range(op.num_extra_inputs)]
 
 
 class _Linear:
     """A linear of the plan: its products, and where its parameters are."""
 
     def __init__(
-        self, op: Any, needs: GradNeeds, call: PlanKey, first_param: int, first_weight: int
+        self,
+        op: Any,
+        needs: GradNeeds,
+        products: Any,
+        size: int,
+        first_param: int,
+        first_weight: int,
     ) -> None:
-        self.op, self.needs = op, needs
-        dtype, device, _ = call.inputs[0]
+        self.op, self.needs, self.products = op, needs, products
         _, rows, depth = shape = op.num_groups, op.out_features, op.in_features
-        strides = rows * depth, depth, 1
-        self._layout = device, dtype, shape, strides, False
-        self._products: dict[int, Any] = {}
         self.weights = slice(first_param, first_param + op.num_weights)
         self.saved_weights = slice(first_weight, first_weight + op.num_weights)
         self.biases = slice(self.weights.stop, first_param + len(op.own_parameter_names()))
-        size = dtype.itemsize
         self.weight_layout: Any = (
-            (shape, 0) if op.single_grouped_weight else (shape[1:], strides[0] * size)
+            (shape, 0) if op.single_grouped_weight else (shape[1:], rows * depth * size)
         )
         self.bias_layout: Any = (
             (shape[:2], 0) if op.single_grouped_bias else (shape[1:2], rows * size)
         )
-
-    def products(self, rows: int) -> Any:
-        """The products for so many rows."""
-        rows = tiles.rows_bucket(rows, self.op.num_groups)
-        found = self._products.get(rows)
-        if found is None:
-            found = self._products[rows] = cached_products(*self._layout, rows)
-        return found
 
     def saved_bias(self, params: Sequence[Tensor]) -> Tensor | None:
         """The biases ``[groups, rows]`` for `scale_grads`, None if nothing needs them."""
@@ -126,6 +89,11 @@ class _Linear:
         return (*grads, *op.as_bias_grads(dbias))
 
 
+def _extra_inputs(ops: Sequence[Any]) -> list[str]:
+    """The names of the extra inputs of ops."""
+    return [op.extra_input_name(slot) for op in ops for slot in range(op.num_extra_inputs)]
+
+
 _LIBRARY_PRODUCTS = SimpleNamespace(
     dgrad=partial(grouped.grouped_mm, transpose_w=True),
     dglu=grouped.grouped_dglu,
@@ -134,31 +102,62 @@ _LIBRARY_PRODUCTS = SimpleNamespace(
 """The products of a backward by library ops, for operands that must be checked or traced."""
 
 
-class _FastPath:
+class GroupedFastPath:
     """Base of the fast paths; see `fusible.fuser.schedule.FastPath`.
 
     The operands are ``x``, ``split_sizes``, the other extra inputs of ``ops``, and parameters.
+    ``products`` are those of each linear among the ops, by rows.
     """
 
-    def __init__(self, call: PlanKey, needs: Sequence[GradNeeds], *ops: Any) -> None:
+    @classmethod
+    def of(cls, plan: Plan, call: PlanKey, *ops: Any) -> Self | None:
+        """The fast path of a plan of ``ops``; None if its calls may need more than the kernels."""
+        (dtype, device, _), *extra = call.inputs
+        linears: list[Any] = [op for op in ops if isinstance(op, WeightedOperation)]
+        products = [
+            grouped.products_by_rows(device, dtype, op.num_groups, op.out_features, op.in_features)
+            for op in linears
+        ]
+        fits = (
+            plan.recipe is None
+            and plan.autocast_dtype is None
+            and all([selected.op is LIBRARY for selected in plan.kernels])
+            and len({needs.requires_grad for needs in plan.grad}) == 1
+            and None not in products
+            and all([on == device for _, on, _ in call.inputs])
+            and all([of_param == dtype for of_param in call.param_dtypes])
+            and all([
+                grouped.is_row_scale(of_input)
+                if name == "scales"
+                else of_input in (torch.int64, torch.int32)
+                for name, (of_input, *_) in zip(_extra_inputs(ops), extra, strict=True)
+            ])
+            and not any([op.accumulates_grads or op.split_alignment > 1 for op in linears])
+        )  # fmt: skip
+        return cls(call, plan.grad, ops, products) if fits else None
+
+    def __init__(
+        self, call: PlanKey, needs: Sequence[GradNeeds], ops: Sequence[Any], products: Sequence[Any]
+    ) -> None:
+        self._dtype, self._device, _ = call.inputs[0]
         self._linears: list[_Linear] = []
-        first_param, first_weight = 0, 0
+        first_param, first_weight, size = 0, 0, self._dtype.itemsize
         for op, of_op in zip(ops, needs, strict=True):
             if not isinstance(op, WeightedOperation):
                 self._act, self._glu, self._scaled = op, glu_of(op), op.num_extra_inputs > 0
                 continue
-            self._linears.append(_Linear(op, of_op, call, first_param, first_weight))
+            of_linear = products[len(self._linears)]
+            self._linears.append(_Linear(op, of_op, of_linear, size, first_param, first_weight))
             first_param += len(op.own_parameter_names())
             first_weight += op.num_weights
         names = _extra_inputs(ops)
         self._first_param = 1 + len(names)
         self._scales = [i for i, name in enumerate(names, 1) if name == "scales"]
         self._row_scale = len(names) if ops[-1].num_extra_inputs > 1 else None
-        self._dtype, self._device, _ = call.inputs[0]
         self._groups, self._features = ops[0].num_groups, ops[0].in_features
 
     def _call_fits(
-        self, dense: Iterable[DenseOperand], vectors: Iterable[tuple[Tensor, int]] = ()
+        self, dense: Sequence[grouped.DenseOperand], vectors: Iterable[tuple[Tensor, int]] = ()
     ) -> bool:
         """Whether kernels can read all operands where they are, and nothing else sees the call.
 
@@ -166,27 +165,12 @@ class _FastPath:
         """
         if is_intercepted() or grouped.checks_enabled() or active_pool() is not None:
             return False
-        dtype, device = self._dtype, self._device
-        for tensors, shape, step in dense:
-            for t in tensors:
-                if not (
-                    type(t) in TENSOR_TYPES
-                    and t.shape == shape
-                    and t.is_contiguous()
-                    and t.dtype == dtype
-                    and t.device == device
-                ):
-                    return False
-            first = tensors[0].data_ptr()
-            if first % limits.ALIGNMENT_BYTES:
-                return False
-            if step:
-                stop = first + step * len(tensors)
-                if [t.data_ptr() for t in tensors] != [*range(first, stop, step)]:
-                    return False
+        device = self._device
+        if not grouped.read_in_place(dense, self._dtype, device):
+            return False
         for t, size in vectors:
             if not (
-                type(t) in TENSOR_TYPES
+                type(t) in grouped.TENSOR_TYPES
                 and t.shape == (size,)
                 and t.is_contiguous()
                 and t.device == device
@@ -200,7 +184,7 @@ class _FastPath:
         if x.dim() != 2 or x.shape[0] == 0:
             return None
         rows, groups = x.shape[0], self._groups
-        dense: list[DenseOperand] = [((x,), (rows, self._features), 0)]
+        dense: list[grouped.DenseOperand] = [((x,), (rows, self._features), 0)]
         for linear in self._linears:
             dense.append((params[linear.weights], *linear.weight_layout))
             if linear.op.has_bias:
@@ -222,7 +206,9 @@ class _FastPath:
     ) -> Products:
         """The products of each linear for the rows of a backward, each with its features."""
         rows = matrices[0][0].shape[0]
-        dense: list[DenseOperand] = [((t,), (rows, features), 0) for t, features in matrices]
+        dense: list[grouped.DenseOperand] = [
+            ((t,), (rows, features), 0) for t, features in matrices
+        ]
         for linear in self._linears:
             dense.append((weights[linear.saved_weights], *linear.weight_layout))
         if not self._call_fits(dense):
@@ -233,7 +219,7 @@ class _FastPath:
         ]
 
 
-class LinearFastPath(_FastPath):
+class LinearFastPath(GroupedFastPath):
     """One ``GroupedLinear``."""
 
     def forward(self, prepared: Any, *operands: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
@@ -256,7 +242,7 @@ class LinearFastPath(_FastPath):
         return dx, None, *dscales, *linear.param_grads(products, dy, x, ends, row_scale)
 
 
-class LinearGLUFastPath(_FastPath):
+class LinearGLUFastPath(GroupedFastPath):
     """A ``GroupedLinear`` without scaled bias and an activation.
 
     Both need gradients, or neither.
@@ -287,7 +273,7 @@ class LinearGLUFastPath(_FastPath):
         return dx, None, *of_scales, *linear.param_grads(products, dy, x, ends)
 
 
-class MLPFastPath(_FastPath):
+class MLPFastPath(GroupedFastPath):
     """FC1 without scaled bias, an activation, FC2."""
 
     def forward(self, prepared: Any, *operands: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:

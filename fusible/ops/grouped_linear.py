@@ -12,14 +12,11 @@ from fusible.arguments import check_bools, described
 from fusible.fuser.context import OperationContext
 from fusible.fuser.plan import Plan
 from fusible.fuser.plan_key import PlanKey
-from fusible.kernels import grouped
-from fusible.kernels.few_rows import spec as few_rows
+from fusible.kernels import few_rows, grouped
 from fusible.kernels.grouped import portable
-from fusible.kernels.sm90 import limits
-from fusible.kernels.sm90.operands import DTYPE_NAMES
 from fusible.ops.casting import format_of_grad, quantized_values
 from fusible.ops.dispatch import Dispatch
-from fusible.ops.grouped_fast_path import LinearFastPath, plan_fits_fast_path
+from fusible.ops.grouped_fast_path import LinearFastPath
 from fusible.ops.grouped_kernels import (
     LIBRARY,
     GroupedOperand,
@@ -275,15 +272,8 @@ class GroupedLinear(WeightedOperation):
             return notes
         stored = self.stored_weights(ctx, ctx.dtype)
         sizes = self.num_groups, self.out_features, self.in_features
-        sm90, dtype = limits.ARCHITECTURE, DTYPE_NAMES[ctx.dtype]
-        if not stored or not few_rows.supports_weights(sm90, dtype, stored[0].format, *sizes):
-            return (*notes, "every forward dequantizes the stored weights")
-        rows = few_rows.max_rows(stored[0].format)
-        return (
-            *notes,
-            f"on SM {sm90 / 10}, forwards without gradients multiply up to {rows} rows a group on "
-            "average by weights as they are stored; others dequantize them",
-        )
+        by_kernels = few_rows.note(ctx.dtype, stored[0].format, *sizes) if stored else None
+        return (*notes, by_kernels or "every forward dequantizes the stored weights")
 
     def _load_from_state_dict(self, state_dict: State, prefix: str, *args: Any) -> None:
         # Quantized weights are put together from their pieces first.
@@ -300,10 +290,7 @@ class GroupedLinear(WeightedOperation):
 
     def fast_path(self, plan: Plan, call: PlanKey) -> LinearFastPath | None:
         """With the library's kernels, as a node of its own."""
-        fits = [f.op is LIBRARY for f in plan.kernels] == [True]
-        if not (fits and plan_fits_fast_path(call, self)):
-            return None
-        return LinearFastPath(call, plan.grad, self)
+        return LinearFastPath.of(plan, call, self)
 
     def get_grad_output_quantizer(self) -> Any:
         """See the base class; with a bias this op quantizes, since its gradient sums values."""

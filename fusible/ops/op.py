@@ -200,8 +200,7 @@ class FusibleOperation(ModuleState, PatchesCounted):
     def fast_path(self, plan: Plan, call: PlanKey) -> FastPath | None:
         """A faster path for a plan whose forward is this op alone, or None.
 
-        Asked once for each plan, in high precision and outside of autocast. The backward is this
-        op's too, or that of its basic ops.
+        Asked once for each plan. The backward is this op's too, or that of its basic ops.
         """
         return None
 

@@ -192,7 +192,7 @@ def take_cpu_tensors(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
     patch.setattr(operands, "pointer_table", pointer_table)
-    for module in (checked_products, grouped_products, grouped_fast_path):
+    for module in (checked_products, grouped_products):
         patch.setattr(module, "supports", supports)
     patch.setattr(library, "is_direct", lambda x: not torch.compiler.is_compiling())
     for module in (gpu, moe.cuda):

@@ -190,6 +190,17 @@ def _tile(fmt: NumberFormat, groups: int, rows: int, depth: int) -> tuple[int, i
     return across, 2 if rows <= MMA_ROWS * groups or spec.scales_sums else 4
 
 
+def note(dtype: torch.dtype, fmt: NumberFormat, groups: int, *features: int) -> str | None:
+    """What `explain` says of these kernels; None if they do not support such weights anywhere."""
+    sm, name = limits.ARCHITECTURE, DTYPE_NAMES.get(dtype, "")
+    if not supports_weights(sm, name, fmt, groups, *features):
+        return None
+    return (
+        f"on SM {sm / 10}, forwards without gradients multiply up to {max_rows(fmt)} rows a group "
+        "on average by weights as they are stored; others dequantize them"
+    )
+
+
 @functools.lru_cache(maxsize=1024)
 def _supports(
     device: torch.device, dtype: torch.dtype, fmt: NumberFormat, groups: int, *features: int

@@ -12,6 +12,9 @@ floating dtype. On CUDA they run our kernels for SM90, of BF16 and FP16
 (`fusible.kernels.sm90.limits`); elsewhere PyTorch's grouped product, of BF16 on SM 9.0 and 10.x;
 elsewhere kernels in Triton (`portable`), of BF16, FP16 and FP32; else the definition, which reads
 the end rows on the host. An activation that no epilogue has runs after its product.
+
+Where a plan has shown that operands need no check, `products_by_rows` gives the launches of our
+kernels themselves (`fusible.ops.grouped_fast_path`).
 """
 
 from __future__ import annotations
@@ -38,12 +41,21 @@ from fusible.kernels.grouped import (
 )
 from fusible.kernels.grouped.groups import checking, checks_enabled, row_groups
 from fusible.kernels.sm90 import checked_products as sm90
+from fusible.kernels.sm90.grouped_products import (
+    TENSOR_TYPES,
+    DenseOperand,
+    products_by_rows,
+    read_in_place,
+)
+from fusible.kernels.sm90.operands import is_row_scale
 from fusible.kernels.stacking import side_by_side, stacked
 from fusible.library import define
 from fusible.recipes.formats import value_dtype
 from fusible.recipes.stored import StoredWeights
 
 __all__ = [
+    "TENSOR_TYPES",
+    "DenseOperand",
     "Glu",
     "check_alignment",
     "checking",
@@ -56,6 +68,9 @@ __all__ = [
     "grouped_sum",
     "grouped_wgrad",
     "grouped_wgrad_",
+    "is_row_scale",
+    "products_by_rows",
+    "read_in_place",
     "row_groups",
     "side_by_side",
     "stacked",

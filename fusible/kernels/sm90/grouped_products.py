@@ -6,6 +6,7 @@ Nothing here checks or copies an operand; `checked_products` does, for operands 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from fusible.formulas import cast
 from fusible.kernels.glu import Glu
 from fusible.kernels.runtime.gpu import multiprocessors
-from fusible.kernels.sm90 import tiles
+from fusible.kernels.sm90 import limits, tiles
 from fusible.kernels.sm90.launch import (
     NO_SCALES,
     Launch,
@@ -386,6 +387,66 @@ def sum_up(partials: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
 # --- products of given operands -------------------------------------------------------------------
 
 TENSOR_TYPES = (Tensor, torch.nn.Parameter)  # the memory of a subclass may not hold its values
+
+
+DenseOperand = tuple[Sequence[Tensor], tuple[int, ...], int]
+"""An operand in one piece of memory: the tensors, the shape of each, and how many bytes after one
+the next begins."""
+
+
+def read_in_place(
+    operands: Sequence[DenseOperand], dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Whether the launches read operands where they lie."""
+    for tensors, shape, step in operands:
+        for t in tensors:
+            if not (
+                type(t) in TENSOR_TYPES
+                and t.shape == shape
+                and t.is_contiguous()
+                and t.dtype == dtype
+                and t.device == device
+            ):
+                return False
+        first = tensors[0].data_ptr()
+        if first % limits.ALIGNMENT_BYTES:
+            return False
+        if step:
+            stop = first + step * len(tensors)
+            if [t.data_ptr() for t in tensors] != [*range(first, stop, step)]:
+                return False
+    return True
+
+
+class ProductsByRows:
+    """The products with contiguous weights of one shape, made once for so many rows."""
+
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, groups: int, columns: int, depth: int
+    ) -> None:
+        strides = columns * depth, depth, 1
+        self._layout = device, dtype, (groups, columns, depth), strides, False
+        self._groups = groups
+        self._made: dict[int, WeightProducts] = {}
+
+    def __call__(self, rows: int) -> WeightProducts:
+        """The products for ``rows`` rows."""
+        rows = tiles.rows_bucket(rows, self._groups)
+        found = self._made.get(rows)
+        if found is None:
+            made = cached_products(*self._layout, rows)
+            assert made is not None  # checked by `products_by_rows`
+            found = self._made[rows] = made
+        return found
+
+
+def products_by_rows(
+    device: torch.device, dtype: torch.dtype, groups: int, columns: int, depth: int
+) -> ProductsByRows | None:
+    """The products with weights ``[groups, columns, depth]``, None if no kernel supports them."""
+    if not supports(device, dtype, columns, depth):
+        return None
+    return ProductsByRows(device, dtype, groups, columns, depth)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -52,9 +52,14 @@ def as_matrix(name: str, x: Tensor) -> tuple[Tensor, int]:
     return x.clone(memory_format=torch.contiguous_format), 0
 
 
+def is_row_scale(dtype: torch.dtype) -> bool:
+    """Whether the kernels read scales of rows of ``dtype``."""
+    return DTYPE_NAMES.get(dtype) in limits.ROW_SCALE_DTYPES
+
+
 def check_scale(name: str, dtype: torch.dtype) -> None:
     """Raise ValueError unless the kernels read scales of ``dtype``."""
-    if DTYPE_NAMES.get(dtype) not in limits.ROW_SCALE_DTYPES:
+    if not is_row_scale(dtype):
         raise ValueError(f"{name} must be a float tensor, got {dtype}")
 
 
