@@ -27,6 +27,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -267,6 +268,9 @@ def exact_block(top_k: int, x: Tensor, router: Tensor, w1: Tensor, w2: Tensor) -
 # --- under recipes --------------------------------------------------------------------------------
 
 
+_MAX_ERROR = 0.5  # of any recipe, NVFP4 included
+
+
 class RecipeProblem:
     """One block in BF16 and under recipes."""
 
@@ -336,7 +340,7 @@ class RecipeProblem:
     def errors(self) -> dict[str, list[float]]:
         """Relative error against BF16 of the output and the gradients of tokens and weights."""
         want = self.step("bf16")
-        return {
+        errors = {
             who: [
                 ((a.float() - b.float()).norm() / b.float().norm()).item()
                 for a, b in zip(self.step(who), want, strict=True)
@@ -344,6 +348,10 @@ class RecipeProblem:
             for who in self.ways
             if who != "bf16"
         }
+        for who, found in errors.items():
+            if not all(error < _MAX_ERROR for error in found):  # NaN is not
+                raise AssertionError(f"{who} must be within {_MAX_ERROR} of BF16, got {found}")
+        return errors
 
 
 def quantizing_calls(shape: Shape, device: str = "cuda") -> Calls:
@@ -363,9 +371,9 @@ def quantizing_calls(shape: Shape, device: str = "cuda") -> Calls:
     def quantize(
         source: Tensor, index: Tensor | None, columnwise: bool = True, together: int = chosen
     ) -> None:
-        k_major.chunks_per_pass = lambda *_: together
         uses = {"rowwise": True, "columnwise": columnwise}
-        k_major.quantize_k_major(source, fmt, **uses, ends=ends, index=index)
+        with patch.object(k_major, "chunks_per_pass", lambda *_: together):
+            k_major.quantize_k_major(source, fmt, **uses, ends=ends, index=index)
 
     return {
         "row sources": lambda: moe.row_sources(row_map, probs, count),
@@ -388,6 +396,7 @@ def run_recipes(names: Sequence[str], recipes: Sequence[str]) -> dict[str, Any]:
     for name in names:
         problem = RecipeProblem(SHAPES[name], recipes)
         cell: dict[str, Any] = {"sizes": problem.shape._asdict(), "passes": {}}
+        cell["errors"] = problem.errors()
         for what, calls in problem.passes().items():
             ms = measure(calls, runs=12)
             faster = {who: ms["bf16"] / t for who, t in ms.items()}
@@ -396,7 +405,6 @@ def run_recipes(names: Sequence[str], recipes: Sequence[str]) -> dict[str, Any]:
                 print(f"{name:13s} {what:19s} {who:36s} {t:8.4f} ms {faster[who]:.3f}x", flush=True)
         cell["saved_mb"] = {who: problem.saved(who) for who in problem.ways}
         cell["peak_mb"] = {who: problem.peak(who) for who in problem.ways}
-        cell["errors"] = problem.errors()
         cell["quantizers_ms"] = measure(quantizing_calls(problem.shape), runs=12)
         for key in ("saved_mb", "peak_mb", "errors", "quantizers_ms"):
             print(name, key, json.dumps(cell[key], indent=1), flush=True)
