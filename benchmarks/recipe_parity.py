@@ -9,8 +9,9 @@ CUDA and in FP32 on the CPU, where the model is smaller. The runs of a seed star
 parameters and read the same bytes in the same order. So formats are compared seed by seed: by the
 mean of the differences of the final held-out losses, in percent, and by their spread (the sample
 standard deviation), which must be small enough for that mean to say something; more steps make it
-smaller. On Hopper `FP8_PRODUCTS` must multiply in FP8. Prints plans and differences; writes the
-numbers and one picture of the curves.
+smaller, as long as the text is not memorized: on CUDA it is PyTorch's sources as well as those of
+the standard library. On Hopper `FP8_PRODUCTS` must multiply in FP8. Prints plans and differences;
+writes the numbers and one picture of the curves.
 """
 
 from __future__ import annotations
@@ -100,9 +101,11 @@ def check_plans(name: str, plans: Sequence[Any]) -> None:
         raise RuntimeError(f"products under {name} must be {meant} on Hopper, got {fired}")
 
 
-def train_seed(seed: int, names: Sequence[str], arguments: Sequence[str]) -> Runs:
-    """The baseline's run and those of the recipes."""
-    text, runs = moe_block.read_text(), {}
+def train_seed(
+    seed: int, names: Sequence[str], arguments: Sequence[str], more_text: Sequence[Path]
+) -> Runs:
+    """The baseline's run and those of the recipes; ``more_text``: see `moe_block.read_text`."""
+    text, runs = moe_block.read_text(*more_text), {}
     for name in names:
         runs[name] = train(name, seed, arguments, text)
         history = runs[name][0]
@@ -111,10 +114,14 @@ def train_seed(seed: int, names: Sequence[str], arguments: Sequence[str]) -> Run
 
 
 def train_seeds(
-    seeds: int, names: Sequence[str], arguments: Sequence[str], jobs: int
+    seeds: int,
+    names: Sequence[str],
+    arguments: Sequence[str],
+    jobs: int,
+    more_text: Sequence[Path] = (),
 ) -> list[Runs]:
     """All runs, ``jobs`` seeds at a time in processes: on CUDA, small steps wait for the host."""
-    of_seed = partial(train_seed, names=names, arguments=arguments)
+    of_seed = partial(train_seed, names=names, arguments=arguments, more_text=more_text)
     if jobs == 1:
         return [*map(of_seed, range(seeds))]
     os.environ["TQDM_DISABLE"] = "1"  # bars of several processes
@@ -205,7 +212,8 @@ def main() -> None:
     arguments = [*(SMALL if cpu else LARGE), f"--device={args.device}", *others]
     moe_block.parse_options(arguments)  # exits where they are wrong
     start, jobs = time.perf_counter(), args.jobs or (1 if cpu else args.seeds)
-    found = train_seeds(args.seeds, ["none", *args.recipes], arguments, jobs)
+    more_text = [] if cpu else [Path(torch.__file__).parent]
+    found = train_seeds(args.seeds, ["none", *args.recipes], arguments, jobs, more_text)
     plans = {name: plan for name, (_, plan) in found[0].items()}
     for name, plan in plans.items():
         print(f"\n{name}: the experts' plan\n{plan}")

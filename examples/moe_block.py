@@ -131,10 +131,17 @@ class LanguageModel(nn.Module):
         return self.head(self.norm(x)), torch.stack(splits), torch.stack(balances).mean()
 
 
-def read_text() -> tuple[Tensor, Tensor]:
-    """The standard library's sources as bytes: training text, and every tenth file held out."""
-    root = Path(sysconfig.get_path("stdlib"))
-    files = sorted(f for f in root.rglob("*.py") if not SKIPPED & set(f.relative_to(root).parts))
+def read_text(*more: Path) -> tuple[Tensor, Tensor]:
+    """The standard library's sources as bytes: training text, and every tenth file held out.
+
+    ``more`` are other folders with sources.
+    """
+    files = [
+        file
+        for root in (Path(sysconfig.get_path("stdlib")), *more)
+        for file in sorted(root.rglob("*.py"))
+        if not SKIPPED & set(file.relative_to(root).parts)
+    ]
     held_out = b"".join(f.read_bytes() for f in files[::10])
     training = b"".join(f.read_bytes() for i, f in enumerate(files) if i % 10)
     return tuple(torch.frombuffer(bytearray(b), dtype=torch.uint8) for b in (training, held_out))
