@@ -1,12 +1,16 @@
 """Every tile of the Hopper kernels over a grid of shapes, against PyTorch and quack in its tiles.
 
     python benchmarks/sm90_grid.py [--seconds N] [--shape NAME ...] [--quack N] [--out FILE]
+    python benchmarks/sm90_grid.py --drawn N [...]
     python benchmarks/sm90_grid.py --fit FILE ...
 
 Compiles on all cores, compares every tile with FP32 math, then times all contestants of a cell (a
 shape and an op) interleaved in one process, with CUDA events, from a flushed L2 cache: the median
 of five turns, of two for those more than a fourth slower than the best. The file is written after
 each shape; a summary comes last. Stops after ``--seconds``, compilation included.
+
+``--drawn`` measures shapes that are drawn at random instead, the first ones of always the same: the
+model of times is fitted to the listed ones, and these say how well it does on others.
 
 ``--fit`` needs no GPU: it fits the constants of the model of times (`fusible.kernels.sm90.tiles`)
 to such files and prints them, with what its choices cost.
@@ -108,6 +112,24 @@ SHAPES = [
     Shape("one row", 4096, 4096, 4, 1, "random"),
     Shape("mixtral-8x7b", 4096, 14336, 8, 16384),
 ]
+_MOST_BYTES, _MOST_OPERATIONS = 8e9, 8e12
+
+
+def drawn_shapes(count: int) -> list[Shape]:
+    """Shapes drawn at random, of weights and products that are not too large."""
+    generator, found = random.Random(0), []
+    while len(found) < count:
+        hidden = generator.choice((1024, 1536, 2048, 2560, 2880, 4096, 5120, 6144, 7168))
+        inner = generator.choice((512, 704, 768, 1024, 1408, 1536, 2048, 2880, 4096, 8192, 14336))
+        experts = generator.choice((4, 8, 16, 32, 60, 64, 128, 160, 256, 512))
+        rows = round(experts * 2 ** generator.uniform(-2, 12))
+        split = generator.choice(("balanced", "random", "skewed"))
+        bytes_, operations = 6 * experts * hidden * inner, 6 * rows * hidden * inner
+        if rows and bytes_ < _MOST_BYTES and operations < _MOST_OPERATIONS:
+            found.append(Shape(f"drawn {len(found)}", hidden, inner, experts, rows, split))
+    return found
+
+
 OPS = {
     "glu_keep": "glu",
     "fc2": "store",
@@ -561,6 +583,7 @@ def main() -> None:
     parser.add_argument("--shape", nargs="*", default=[s.name for s in SHAPES])
     parser.add_argument("--quack", type=int, default=12, help="how many of quack's tiles")
     parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--drawn", type=int, default=0, help="shapes drawn at random")
     parser.add_argument("--fit", type=Path, nargs="*", help="JSON files to fit the model to")
     parser.add_argument("--tries", type=int, default=1000)
     options = parser.parse_args()
@@ -593,8 +616,10 @@ def main() -> None:
     for why in failed[:4]:
         print(f"  {why}")
     flush = torch.empty(128 << 20, dtype=torch.int8, device="cuda")
-    for shape in SHAPES:
-        if shape.name not in options.shape or time.monotonic() - begin > options.seconds:
+    for shape in drawn_shapes(options.drawn) or SHAPES:
+        if (
+            shape in SHAPES and shape.name not in options.shape
+        ) or time.monotonic() - begin > options.seconds:
             continue
         measured["cells"] += measure_shape(shape, wrong, quack, flush)
         torch.cuda.empty_cache()
