@@ -1,7 +1,7 @@
 """Every tile of the Hopper kernels over a grid of shapes, against PyTorch and quack in its tiles.
 
     python benchmarks/sm90_grid.py [--seconds N] [--shape NAME ...] [--quack N] [--out FILE]
-    python benchmarks/sm90_grid.py --drawn N [...]
+    python benchmarks/sm90_grid.py --drawn FIRST LAST [...]
     python benchmarks/sm90_grid.py --fit FILE ...
 
 Compiles on all cores, compares every tile with FP32 math, then times all contestants of a cell (a
@@ -9,8 +9,8 @@ shape and an op) interleaved in one process, with CUDA events, from a flushed L2
 of five turns, of two for those more than a fourth slower than the best. The file is written after
 each shape; a summary comes last. Stops after ``--seconds``, compilation included.
 
-``--drawn`` measures shapes that are drawn at random instead, the first ones of always the same: the
-model of times is fitted to the listed ones, and these say how well it does on others.
+``--drawn`` measures shapes that are drawn at random instead, from FIRST to before LAST of always the
+same ones.
 
 ``--fit`` needs no GPU: it fits the constants of the model of times (`fusible.kernels.sm90.tiles`)
 to such files and prints them, with what its choices cost.
@@ -583,7 +583,7 @@ def main() -> None:
     parser.add_argument("--shape", nargs="*", default=[s.name for s in SHAPES])
     parser.add_argument("--quack", type=int, default=12, help="how many of quack's tiles")
     parser.add_argument("--out", type=Path, help="JSON file to write")
-    parser.add_argument("--drawn", type=int, default=0, help="shapes drawn at random")
+    parser.add_argument("--drawn", type=int, nargs=2, help="shapes drawn at random")
     parser.add_argument("--fit", type=Path, nargs="*", help="JSON files to fit the model to")
     parser.add_argument("--tries", type=int, default=1000)
     options = parser.parse_args()
@@ -616,11 +616,13 @@ def main() -> None:
     for why in failed[:4]:
         print(f"  {why}")
     flush = torch.empty(128 << 20, dtype=torch.int8, device="cuda")
-    for shape in drawn_shapes(options.drawn) or SHAPES:
-        if (
-            shape in SHAPES and shape.name not in options.shape
-        ) or time.monotonic() - begin > options.seconds:
-            continue
+    shapes = [shape for shape in SHAPES if shape.name in options.shape]
+    if options.drawn:
+        first, last = options.drawn
+        shapes = drawn_shapes(last)[first:]
+    for shape in shapes:
+        if time.monotonic() - begin > options.seconds:
+            break
         measured["cells"] += measure_shape(shape, wrong, quack, flush)
         torch.cuda.empty_cache()
         print(f"{time.monotonic() - begin:.0f} s: {shape}", flush=True)
