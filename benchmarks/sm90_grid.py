@@ -9,14 +9,14 @@ shape and an op) interleaved in one process, with CUDA events, from a flushed L2
 of five turns, of two for those more than a fourth slower than the best. The file is written after
 each shape; a summary comes last. Stops after ``--seconds``, compilation included.
 
-``--drawn`` measures shapes that are drawn at random instead, from FIRST to before LAST of always the
-same ones.
+``--drawn`` measures shapes that are drawn at random instead, from FIRST to before LAST of always
+the same ones.
 
-``--fit`` needs no GPU: it fits the constants of the model of times (`fusible.kernels.sm90.tiles`)
-to such files and prints them, with what its choices cost.
+``--fit`` needs no GPU: it fits the model of times (`fusible.kernels.sm90.tiles`) to such files.
 """
 
 import argparse
+import collections
 import functools
 import json
 import math
@@ -124,6 +124,8 @@ def drawn_shapes(count: int) -> list[Shape]:
         experts = generator.choice((4, 8, 16, 32, 60, 64, 128, 160, 256, 512))
         rows = round(experts * 2 ** generator.uniform(-2, 12))
         split = generator.choice(("balanced", "random", "skewed"))
+        if rows < 8 * experts:  # of which the others leave most experts without rows
+            split = "random"
         bytes_, operations = 6 * experts * hidden * inner, 6 * rows * hidden * inner
         if rows and bytes_ < _MOST_BYTES and operations < _MOST_OPERATIONS:
             found.append(Shape(f"drawn {len(found)}", hidden, inner, experts, rows, split))
@@ -540,39 +542,89 @@ def report(cells: Iterable[dict]) -> None:
         print(f"  {with_chosen:.3f} {with_best:.3f}  {name}")
 
 
-def fit(cells: list[dict], tries: int) -> None:
-    """Fit the model's constants to measured times by random steps; print them."""
-    kinds = {**OPS, **INFERENCE}
-    known = [
-        (kinds[cell["op"]], problem(cell["op"], Shape(*cell["shape"])),
-         {tile_of(name): 1000 * ms for name, ms in split(cell)[0].items()})
-        for cell in cells
-    ]  # fmt: skip
+def fit(cells: list[dict], steps: int) -> None:
+    """Fit the costs of tiles and the model's constants to measured times; print them.
 
-    def loss(constants: tiles.Constants) -> float:
-        total = 0.0
-        for kind, sizes, us in known:
-            best = min(us.values())
-            near = {tile: t for tile, t in us.items() if t < 1.6 * best}
-            model = {t: tiles.microseconds(kind, t, *sizes, 132, constants) for t in us}
-            off = {t: math.log(model[t] / near[t]) for t in near}
-            mean = statistics.fmean(off.values())
-            taken = min((t for t in us if t in tiles.TILES[kind]), key=model.__getitem__)
-            total += 0.3 * statistics.fmean((o - mean) ** 2 for o in off.values()) + 0.006 * mean**2
-            total += us[taken] / best - 1
-        return total / len(known)
+    By gradient descent: on the regret of a choice at random, likelier the shorter the expected
+    time, and on the errors of the logarithms of times, within a cell and as a whole.
+    """
+    fitted = _Fitted(cells)
+    optimizer = torch.optim.Adam(fitted.parameters, 0.05)
+    for step in range(steps):
+        left = 1 - step / steps
+        optimizer.param_groups[0]["lr"] = 0.05 * (0.1 + 0.9 * left)
+        loss = fitted.loss(0.006 + 0.03 * left)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    print(fitted)
 
-    found, generator = tiles.MEASURED, random.Random(0)
-    least = loss(found)
-    for _ in range(tries):
-        name = generator.choice(found._fields)
-        factor = math.exp(generator.gauss(0, generator.choice((0.02, 0.1, 0.3))))
-        other = found._replace(**{name: getattr(found, name) * factor})
-        if other.sharpness < 12 and (now := loss(other)) < least:
-            found, least = other, now
-    print(found)
-    tiles.microseconds.__defaults__ = (found,)
-    report(cells)
+
+class _Fitted:
+    """Times of cells by tile, and the logarithms of what is fitted to them."""
+
+    def __init__(self, cells: list[dict]) -> None:
+        kinds, by_tile = {**OPS, **INFERENCE}, collections.defaultdict(list)
+        for i, cell in enumerate(cells):
+            kind, (rows, groups, *rest) = (
+                kinds[cell["op"]],
+                problem(cell["op"], Shape(*cell["shape"])),
+            )
+            sizes = tiles.rows_bucket(rows, groups), groups, *rest
+            for name, ms in split(cell)[0].items():
+                tile = tile_of(name)
+                by_tile[kind, tile if kind == "dglu" else tile._replace(ahead=3)].append(
+                    (i, *sizes, ms)
+                )
+        self.count, start, cells_of, times = len(cells), [], [], []
+        self.sizes: dict[tuple[str, Tile], torch.Tensor] = {}
+        for (kind, tile), found in by_tile.items():
+            cell, *sizes, ms = torch.tensor(found, dtype=torch.float64).T
+            self.sizes[kind, tile] = torch.stack(sizes)
+            cells_of.append(cell.long())
+            times.append(1000 * ms)
+            start.append(tiles.TILES[kind].get(tile, (tile.m * tile.n / 45, 2000, 1500)))
+        self.cell, self.times = torch.cat(cells_of), torch.cat(times)
+        self.may = torch.cat([
+            torch.full((part.shape[1],), tile in tiles.TILES[kind])
+            for (kind, tile), part in self.sizes.items()
+        ])  # fmt: skip
+        self.costs = torch.tensor(start, dtype=torch.float64).log().requires_grad_()
+        self.shared = torch.tensor(tiles.MEASURED, dtype=torch.float64).log().requires_grad_()
+        self.parameters, self.start = [self.costs, self.shared], self.costs.detach().clone()
+
+    def loss(self, temperature: float) -> torch.Tensor:
+        """What is minimised; ``temperature``: the relative time within which choices are alike."""
+        constants = tiles.Constants(*self.shared.exp())
+        expected = torch.cat([
+            tiles.microseconds(kind, tile, *sizes, 132, tiles.Cost(*cost.exp()), constants)
+            for ((kind, tile), sizes), cost in zip(self.sizes.items(), self.costs, strict=True)
+        ]).log()  # fmt: skip
+        best = torch.full((self.count,), math.inf, dtype=torch.float64)
+        best = best.scatter_reduce(0, self.cell, self.times, "amin")[self.cell]
+        scores = torch.where(self.may, -expected / temperature, -math.inf)
+        most = torch.full((self.count,), -math.inf, dtype=torch.float64)
+        most = most.scatter_reduce(0, self.cell, scores.detach(), "amax")
+        chance = (scores - most[self.cell]).exp()
+        chance = chance / self._sums(chance)[self.cell]
+        regret = self._sums(chance * (self.times / best - 1).clamp(max=0.5))
+        near = (self.times < 1.6 * best).double()
+        error, count = near * (expected - self.times.log()), self._sums(near)
+        mean = self._sums(error) / count
+        apart = self._sums(near * (error - mean[self.cell]) ** 2) / count
+        moved = 0.001 * ((self.costs - self.start) ** 2).mean()
+        return (regret + 0.3 * apart + 0.3 * mean**2).mean() + moved
+
+    def _sums(self, values: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(self.count, dtype=torch.float64).index_add(0, self.cell, values)
+
+    def __str__(self) -> str:
+        """The costs of each tile, and the constants."""
+        lines = [
+            f"{kind} {label(kind, tile)}: {tiles.Cost(*[float(f'{c:.3g}') for c in cost])}"
+            for (kind, tile), cost in zip(self.sizes, self.costs.exp().tolist(), strict=True)
+        ]
+        return "\n".join([*lines, str(tiles.Constants(*self.shared.exp().tolist()))])
 
 
 def main() -> None:
@@ -585,11 +637,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--drawn", type=int, nargs=2, help="shapes drawn at random")
     parser.add_argument("--fit", type=Path, nargs="*", help="JSON files to fit the model to")
-    parser.add_argument("--tries", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=1500, help="of --fit")
     options = parser.parse_args()
     if options.fit:
         cells = [cell for file in options.fit for cell in json.loads(file.read_text())["cells"]]
-        fit(cells, options.tries)
+        fit(cells, options.steps)
         return
     measured: dict[str, Any] = {"environment": environment(), "cells": []}
     every = {**OPS, **INFERENCE}

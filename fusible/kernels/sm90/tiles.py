@@ -1,68 +1,110 @@
 """The tile of each product: the one that a model of the kernels expects to take the least time.
 
 The model knows what the host knows without waiting for the device: the number of rows, of groups,
-of features, and of multiprocessors. `microseconds` is the model, `TILES` are those it
-compares, `Constants` what was fitted to measurements (``benchmarks/sm90_grid.py --fit``).
+of features, and of multiprocessors. `microseconds` is the model, `TILES` are those it compares;
+their costs and `Constants` were fitted to measurements (``benchmarks/sm90_grid.py --fit``).
 """
 
 from __future__ import annotations
 
-import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from fusible.kernels.sm90.spec import BACKWARD, FORWARD, WARPGROUP_ROWS, Tile
+from fusible.kernels.sm90.spec import Tile
 
 _SMALL = Tile(128, 128, True, 1, 2)
 _DRAWN = _SMALL._replace(dynamic=True)
 _BAND = Tile(128, 128, True, 2, 1, dynamic=True)
 _WIDE = Tile(128, 192, True, 1, 2, dynamic=True)
 _WIDE_BAND = Tile(128, 192, True, 2, 1, dynamic=True)
-_TALL = Tile(192, 128, True, 1, 2)
+_TALL = Tile(192, 128, True, 1, 2, dynamic=True)
 _LOW = Tile(64, 64, True, 1, 1), Tile(64, 128, True, 1, 1), Tile(64, 128, True, 1, 2)
 _LARGE = tuple(
     Tile(m, n, False, cluster_m, cluster_n, dynamic=True)
     for m, n in ((128, 256), (256, 128))
     for cluster_m, cluster_n in ((1, 2), (2, 1))
 )
-# By kind, every tile that may be chosen; tests compile and run each.
-TILES = {
-    "store": (*_LOW, _SMALL, _DRAWN, _BAND, _TALL, _TALL._replace(dynamic=True), *_LARGE[:2]),
-    "glu": (
-        *_LOW,
-        Tile(64, 256, True, 1, 2, dynamic=True),
-        *(_SMALL, _DRAWN, _BAND, _WIDE, _WIDE_BAND),
-        *_LARGE[:2],
-    ),
+
+
+class Cost(NamedTuple):
+    """The time of tiles on one multiprocessor, in nanoseconds, fitted to measurements."""
+
+    step: float
+    """Of a tile, for 64 of the reduction."""
+    tile: float
+    """Of a tile besides: what of its first loads and its epilogue other tiles do not hide."""
+    end: float
+    """Of a product besides: what nothing hides at its end."""
+
+
+TILES: dict[str, dict[Tile, Cost]] = {
+    "store": {
+        _LOW[0]: Cost(258, 354, 2080),
+        _LOW[1]: Cost(263, 1390, 3350),
+        _LOW[2]: Cost(292, 1140, 4280),
+        _SMALL: Cost(392, 817, 3580),
+        _DRAWN: Cost(357, 235, 7220),
+        _BAND: Cost(295, 1200, 2830),
+        _WIDE: Cost(489, 1750, 2240),
+        _WIDE_BAND: Cost(385, 2310, 1320),
+        _TALL: Cost(359, 2230, 5880),
+        _LARGE[0]: Cost(662, 2550, 1790),
+        _LARGE[1]: Cost(453, 5600, 1190),
+    },
+    "glu": {
+        _LOW[0]: Cost(186, 1150, 1600),
+        _LOW[1]: Cost(225, 3080, 2310),
+        _LOW[2]: Cost(202, 4080, 2960),
+        Tile(64, 256, True, 1, 2, dynamic=True): Cost(484, 4990, 1450),
+        _SMALL: Cost(347, 2300, 1600),
+        _DRAWN: Cost(318, 751, 3470),
+        _BAND: Cost(322, 1610, 1730),
+        _WIDE: Cost(487, 2720, 1400),
+        _WIDE_BAND: Cost(420, 1560, 1120),
+        _TALL._replace(dynamic=False): Cost(413, 5270, 2960),
+        _TALL: Cost(386, 4490, 5150),
+        _LARGE[0]: Cost(619, 4330, 1370),
+        _LARGE[1]: Cost(590, 3220, 1300),
+    },
     # Shared memory goes to pre-activations where products are short, else to pipeline stages.
-    "dglu": (
-        Tile(64, 64, True, 1, 2, dynamic=True, ahead=4),
-        Tile(64, 128, True, 1, 2, ahead=5),
-        Tile(64, 128, True, 1, 2, dynamic=True, ahead=5),
-        _SMALL._replace(ahead=5),
-        _DRAWN,
-        _DRAWN._replace(ahead=5),
-        _BAND,
-        _BAND._replace(ahead=5),
-        _WIDE._replace(ahead=2),
-    ),
-    "wgrad": (
-        _DRAWN,
-        _BAND,
-        _TALL._replace(dynamic=True),
-        _WIDE,
-        _WIDE_BAND,
-        *_LARGE,
-    ),
-    # Of activations that are not gated.
-    "act": (*_LOW[:3:2], _SMALL, _DRAWN, _BAND),
-    "dact": (
-        Tile(64, 64, True, 1, 1, ahead=4),
-        Tile(64, 128, True, 1, 2, ahead=5),
-        _SMALL._replace(ahead=5),
-        _DRAWN,
-        _BAND,
-    ),
+    "dglu": {
+        Tile(64, 64, True, 1, 2, dynamic=True, ahead=4): Cost(128, 1440, 3020),
+        Tile(64, 128, True, 1, 2, ahead=5): Cost(279, 3640, 1530),
+        Tile(64, 128, True, 1, 2, dynamic=True, ahead=5): Cost(239, 3650, 1590),
+        _SMALL._replace(ahead=5): Cost(368, 3950, 850),
+        _DRAWN: Cost(351, 4580, 1560),
+        _DRAWN._replace(ahead=5): Cost(290, 4220, 1970),
+        _BAND: Cost(334, 1850, 6950),
+        _BAND._replace(ahead=5): Cost(307, 4510, 1880),
+        _WIDE._replace(ahead=2): Cost(500, 7020, 1540),
+    },
+    "wgrad": {
+        _DRAWN: Cost(329, 483, 2980),
+        _BAND: Cost(359, 445, 1440),
+        _TALL: Cost(467, 914, 6850),
+        _WIDE: Cost(464, 913, 905),
+        _WIDE_BAND: Cost(459, 858, 7010),
+        _LARGE[0]: Cost(660, 1280, 1510),
+        _LARGE[1]: Cost(609, 1680, 1250),
+        _LARGE[2]: Cost(653, 1350, 1510),
+        _LARGE[3]: Cost(643, 1450, 1460),
+    },
+    # Of activations that are not gated: the costs are those of gated ones.
+    "act": {
+        _LOW[0]: Cost(186, 1150, 1600),
+        _LOW[2]: Cost(202, 4080, 2960),
+        _SMALL: Cost(347, 2300, 1600),
+        _DRAWN: Cost(318, 751, 3470),
+        _BAND: Cost(322, 1610, 1730),
+    },
+    "dact": {
+        Tile(64, 64, True, 1, 1, ahead=4): Cost(185, 2270, 1520),
+        Tile(64, 128, True, 1, 2, ahead=5): Cost(279, 3640, 1530),
+        _SMALL._replace(ahead=5): Cost(368, 3950, 850),
+        _DRAWN: Cost(351, 4580, 1560),
+        _BAND: Cost(334, 1850, 6950),
+    },
 }
+"""By kind, every tile that may be chosen, with its measured costs; tests compile and run each."""
 # Of FP8 operands.
 FP8_TILES = {
     "store": (_SMALL, _DRAWN, _BAND),
@@ -102,143 +144,73 @@ def supports_tile(kind: str, tile: Tile, major: str, interleave: int, bias: bool
 
 
 class Constants(NamedTuple):
-    """Constants fitted to measurements: nanoseconds of one multiprocessor, unless said."""
+    """What all tiles share, fitted to measurements."""
 
-    multiply: float = 0.977  # 64 rows by one column, by 64 of the reduction
-    load: float = 0.912  # 64 of the reduction of one row or column of a tile, from the L2 cache
-    begin: float = 239  # a tile: the first stage's latency
-    store: float = 10.4  # epilogues: 64 rows by one column
-    glu: float = 15.5
-    dglu: float = 43.7
-    wgrad: float = 6.09
-    apart: float = 0.69  # share of an epilogue that cooperating warpgroups do not hide
-    low: float = 1.17  # products in tiles of 64 rows, relative to those in 128 x 128
-    tall: float = 1.1  # of 192 rows
-    wide: float = 1.05  # of more than 128 columns
-    shared: float = 0.95  # of cooperating warpgroups
-    assigned: float = 0.154  # tiles by which the last block is late where they are not drawn
-    drawn: float = 0.0295  # and where they are
-    # Share of a weight's bytes that each further tile down its group reads again.
-    again: float = 0.108
-    memory: float = 3372  # bytes that the GPU reads or writes in a nanosecond
-    # By which an activation's backward takes longer with the other share of slots.
-    ahead: float = 0.0444
-    sharpness: float = 4.77  # exponent of the norm that joins overlapping times
+    started: float = 0.252  # share of its time that the last round takes if it is not full
+    started_drawn: float = 0.318  # the same where tiles are drawn from a counter
+    late: float = 0.599  # rounds by which the last block is late
+    late_drawn: float = 0.947
+    again: float = 0.0254  # share of a weight's bytes that each further tile down reads again
+    memory: float = 3292  # bytes that the GPU reads or writes in a nanosecond
+    sharpness: float = 2.41  # exponent of the norm that joins computing and memory
 
 
 MEASURED = Constants()
-_SHORT = 384  # rows of groups for which more slots of pre-activations pay, with fewer stages
-# Sizes of groups, relative to their mean, for which the model averages: often all are equal, else
-# no multiples of a tile.
-_SPREAD = (0.41, 0.67, 0.87, 1.0, 1.0, 1.0, 1.14, 1.33, 1.58)
 
 
 def microseconds(
     kind: str,
     tile: Tile,
-    rows: int,
-    groups: int,
-    columns: int,
-    depth: int,
+    rows: Any,
+    groups: Any,
+    columns: Any,
+    depth: Any,
     sms: int,
-    constants: Constants = MEASURED,
-) -> float:
+    cost: Any = None,
+    constants: Any = MEASURED,
+) -> Any:
     """The time that a product is expected to take, in microseconds, without its launch.
 
     Rows grouped: ``columns`` of the output, of activations if it is gated, and ``depth`` of the
     reduction. Weight gradients: matrices ``[columns, depth]``, of which each has ``rows / groups``
-    of the reduction.
+    of the reduction. ``cost`` is that of the tile, by default `TILES`'s.
 
-    A tile takes the longer of its products and of its loads from the L2 cache, and its epilogue,
-    which in ping-pong runs under the other warpgroup's products; a column of tiles as many of these
-    as groups of about this size have. The GPU takes as many rounds of tiles as its clusters need,
-    but no less than reading and writing every matrix once. An activation's backward was measured to
-    want more slots of pre-activations where groups are short, and more stages where they are not.
+    All groups are taken to have the same number of rows: other sizes are not known on the host, and
+    models that averaged over some were no better. The GPU takes as many rounds of tiles as its
+    clusters need, of which the last may not be full. Reading and writing every matrix once, and
+    weights a little more often, overlaps with that.
+
+    Sizes and costs may be tensors, for a fit (``benchmarks/sm90_grid.py --fit``).
     """
-    c, used = constants, min(groups, rows)
-    sizes = [max(rows / used * factor, 1.0) for factor in _SPREAD]
-    work = _grouped_rows if kind != "wgrad" else _grouped_reduction
-    of_group = [work(kind, tile, size, depth, c) for size in sizes]
-    tiles_down, time, epilogue = (sum(v) / len(v) for v in zip(*of_group, strict=True))
-    width = tile.n // 2 if kind == "glu" else tile.n
+    c, cost = constants, TILES[kind][tile] if cost is None else cost
+    used = _larger(groups + rows - _larger(groups, rows), 1)  # groups that have rows
+    of_group = rows / used
+    height, width = tile.m * tile.cluster_m, tile.n // 2 if kind == "glu" else tile.n
+    width *= tile.cluster_n
     if kind == "wgrad":
-        down = _ceil_div(columns, tile.m * tile.cluster_m)
-        across = down * _ceil_div(depth, width * tile.cluster_n)
+        down, reduction = 1, of_group / 64
+        across = _ceil_div(columns, height) * _ceil_div(depth, width)
         values = groups * columns * depth + rows * (columns + depth)
     else:
-        across = _ceil_div(columns, width * tile.cluster_n)
-        side = (2 if kind == "glu" else 1) * columns
+        down, reduction = _ceil_div(of_group, height), _ceil_div(depth, 64)
+        across = _ceil_div(columns, width)
+        weights = (2 if kind == "glu" else 1) * columns * depth
         out = {"store": 1, "act": 2, "glu": 3, "dact": 3, "dglu": 5}[kind] * columns
-        weights = used * side * depth * (1 + c.again * (tiles_down - 1))
-        values = weights + rows * (depth + out)
-    tiles = used * tiles_down * across
-    rounds = tiles / (sms // (tile.cluster_m * tile.cluster_n))
-    late = c.drawn if tile.dynamic else c.assigned
-    computing = (time * (rounds + math.ceil(rounds) + late) / 2 + epilogue) / tiles_down
-    if kind in BACKWARD and (tile.ahead > 3) != (rows <= _SHORT * used):
-        computing *= 1 + c.ahead
-    return _overlapped_time(computing, 2 * values / c.memory, c) / 1000
+        values = used * weights * (1 + c.again * (down - 1)) + rows * (depth + out)
+    full = used * down * across / (sms // (tile.cluster_m * tile.cluster_n))
+    started, late = (c.started_drawn, c.late_drawn) if tile.dynamic else (c.started, c.late)
+    rounds = _larger(full + started * (_ceil_div(full, 1) - full) + late, 1)
+    computing = rounds * (cost.step * reduction + cost.tile) + cost.end
+    moving = 2 * values / c.memory
+    joined = (computing**c.sharpness + moving**c.sharpness) ** (1 / c.sharpness)
+    return joined / 1000
 
 
-def _grouped_rows(
-    kind: str, tile: Tile, rows: float, depth: int, c: Constants
-) -> tuple[float, float, float]:
-    """Of one group of ``rows`` rows: tiles down a column, for one block of a cluster; their time;
-    and the time of their epilogues.
-    """
-    height = tile.m * tile.cluster_m
-    tiles = _ceil_div(rows, height)
-    last = min(rows - (tiles - 1) * height, tile.m)
-    slabs = tiles * tile.m / WARPGROUP_ROWS
-    if tile.pingpong:  # 64 rows behind a group's end are not multiplied
-        slabs += _ceil_div(last, WARPGROUP_ROWS) - tile.m / WARPGROUP_ROWS
-    steps = _ceil_div(depth, 64)
-    multiplying = slabs * steps * _products(tile, c)
-    loading = tiles * steps * (tile.m / tile.cluster_n + tile.n / tile.cluster_m) * c.load
-    backward = c.dglu if kind in BACKWARD else c.store
-    epilogue = slabs * tile.n * (c.glu if kind in FORWARD else backward)
-    return tiles, _with_epilogue(tile, multiplying, loading, tiles * c.begin, epilogue, c), epilogue
+def _larger(a: Any, b: Any) -> Any:
+    return (a + b + abs(a - b)) / 2
 
 
-def _grouped_reduction(
-    kind: str, tile: Tile, rows: float, depth: int, c: Constants
-) -> tuple[float, float, float]:
-    """The same of one tile of a weight gradient of a group of ``rows`` rows."""
-    slabs = tile.m / WARPGROUP_ROWS
-    multiplying = slabs * _ceil_div(rows, 16) / 4 * _products(tile, c)
-    loading = rows / 64 * (tile.m / tile.cluster_n + tile.n / tile.cluster_m) * c.load
-    epilogue = slabs * tile.n * c.wgrad
-    return 1, _with_epilogue(tile, multiplying, loading, c.begin, epilogue, c), epilogue
-
-
-def _products(tile: Tile, c: Constants) -> float:
-    """The time of the products of 64 rows of a tile, of 64 of the reduction."""
-    relative = 1.0
-    if not tile.pingpong:
-        relative = c.shared
-    elif tile.m != 2 * WARPGROUP_ROWS:
-        relative = c.low if tile.m == WARPGROUP_ROWS else c.tall
-    elif tile.n > 128:
-        relative = c.wide
-    return relative * tile.n * c.multiply
-
-
-def _with_epilogue(
-    tile: Tile, multiplying: float, loading: float, begin: float, epilogue: float, c: Constants
-) -> float:
-    """The time of tiles."""
-    mainloop = _overlapped_time(multiplying, loading, c) + begin
-    if tile.pingpong:
-        return _overlapped_time(mainloop, (mainloop + epilogue) / 2, c)
-    return mainloop + epilogue / 2 * c.apart
-
-
-def _overlapped_time(one: float, other: float, c: Constants) -> float:
-    """The longer of two times that overlap, and a little of the other."""
-    return float((one**c.sharpness + other**c.sharpness) ** (1 / c.sharpness))
-
-
-def _ceil_div(size: float, step: float) -> float:
+def _ceil_div(size: Any, step: Any) -> Any:
     return -(-size // step)
 
 

@@ -20,7 +20,6 @@ from fusible.kernels.sm90.tiles import (
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 sys.path.append(str(BENCHMARKS))  # last: modules of examples have the same names
 
-import grouped_gemm_sm90  # noqa: E402
 import sm90_grid  # noqa: E402
 
 RESULTS = BENCHMARKS / "results"
@@ -82,31 +81,24 @@ def test_a_model_of_the_time_grows_with_the_work():
             assert microseconds(kind, tile, **sizes, sms=SMS // 2) >= time
 
 
-def measured():
-    """The cells of the grid of shapes, and of kernels that it lacks, of an earlier measurement."""
-    yield from json.loads((RESULTS / "sm90_grid.json").read_text())["cells"]
-    configs = grouped_gemm_sm90.CONFIGS
-    for cell in json.loads((RESULTS / "sm90_tiles.json").read_text())["cells"]:
-        if cell["op"] in ("glu_keep", "dglu"):
-            shape = cell["config"], *configs[cell["config"]], cell["split"]
-            ms = {name: t for name, t in cell["ms"].items() if name not in ("table", "quack")}
-            yield {"shape": shape, "op": cell["op"], "ms": ms}
+@pytest.mark.parametrize(
+    ("file", "cells", "within", "behind"),
+    [("sm90_grid", 240, 0.87, 0.021), ("sm90_drawn", 380, 0.84, 0.025)],
+)
+def test_the_chosen_tile_is_nearly_the_best_that_was_measured(file, cells, within, behind):
+    """Within 5 % in that share of the cells, and so far behind it on average.
 
-
-def test_the_chosen_tile_is_nearly_the_best_that_was_measured():
-    """Within 5 % in 80 % of the cells in which it was measured, and 3 % behind it on average.
-
-    Weight gradients of a single group with rows are left out, which the host cannot tell from many.
+    The model was fitted to the first file, among others, and not to the second. Weight gradients of
+    a single group with rows are left out, which the host cannot tell from many.
     """
-    regrets = []
-    for cell in measured():
-        ours, _ = sm90_grid.split(cell)
-        regret, name = sm90_grid.regret_of(cell)
-        if name in ours and not (cell["op"].startswith("wgrad") and cell["shape"][-1] == "one"):
-            regrets.append(regret)
-    assert len(regrets) > 240
-    assert sum(regret <= 0.05 for regret in regrets) >= 0.8 * len(regrets), sorted(regrets)[-12:]
-    assert statistics.fmean(regrets) <= 0.03
+    regrets = [
+        sm90_grid.regret_of(cell)[0]
+        for cell in json.loads((RESULTS / f"{file}.json").read_text())["cells"]
+        if not (cell["op"].startswith("wgrad") and cell["shape"][-1] == "one")
+    ]
+    assert len(regrets) > cells
+    assert sum(regret <= 0.05 for regret in regrets) >= within * len(regrets), sorted(regrets)[-12:]
+    assert statistics.fmean(regrets) <= behind
 
 
 def test_a_gated_product_gets_only_tiles_that_take_it():
