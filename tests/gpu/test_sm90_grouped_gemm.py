@@ -391,7 +391,7 @@ def test_wgrad_accumulates(how, out_dtype):
 
 
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("tile", tiles.TILES["wgrad"], ids=str)
+@pytest.mark.parametrize("tile", [*tiles.TILES["wgrad"]], ids=str)
 def test_many_groups(tile, out_dtype):
     # More groups than a warp has lanes, a few of them far above the mean, some empty.
     sizes = torch.randint(0, 60, (150,))

@@ -108,8 +108,9 @@ class WeightProducts:
         assert weight is not None  # checked by `cached_products`
         sides = 1 if glu is None else glu.sides
         columns = weight.rows // sides if kind in FORWARD else weight.rows
-        interleave = 0 if glu is None else glu.interleave
-        tile = self._tile(kind, columns, weight.depth, weight.major, interleave, bias)
+        activation, interleave = ("", 0) if glu is None else glu[:2]
+        needed = weight.major, interleave, bias, activation
+        tile = self._tile(kind, columns, weight.depth, *needed)
         paired, stripe = (False, 0) if glu is None else _stripes(kind, tile, glu)
         spec = Spec(
             kind,
@@ -121,7 +122,7 @@ class WeightProducts:
             table=self._separate,
             bias=bias,
             scale=DTYPE_NAMES[scale] if scale else "",
-            activation="" if glu is None else glu.activation,
+            activation=activation,
             stripe=stripe,
             paired=paired,
             save_preact=save_preact,
@@ -184,10 +185,11 @@ class WeightProducts:
         major: str = "k",
         interleave: int = 0,
         bias: bool = False,
+        activation: str = "",
     ) -> Tile:
         """The tile of a product: see `tiles.choose`."""
         sizes = self._rows, self._groups, columns, depth, self._multiprocessors
-        return tiles.choose(kind, *sizes, major, interleave, bias, self._scaled)
+        return tiles.choose(kind, *sizes, major, interleave, bias, activation, self._scaled)
 
     def ends(self, split_sizes: Tensor, rows: int) -> Tensor:
         """`group_ends`, of contiguous ``split_sizes``."""

@@ -126,12 +126,15 @@ def rows_bucket(rows: int, groups: int) -> int:
     return -(-each // step) * step * unit
 
 
-def supports_tile(kind: str, tile: Tile, major: str, interleave: int, bias: bool) -> bool:
+def supports_tile(
+    kind: str, tile: Tile, major: str, interleave: int, bias: bool, activation: str = ""
+) -> bool:
     """Whether a kernel of ``kind`` can have a tile, for a weight of that ``major``.
 
     More than 128 sums a thread leave no registers for biases and, of a gated one, transposed
-    weights and narrow stripes. A gated one has columns of whole stripes. Where its gate and linear
-    columns lie apart, each half of a transposed weight's columns fills a row of shared memory, 64.
+    weights and narrow stripes; nor, in three slabs of 64 rows, for SiTUGLU. A gated one has columns
+    of whole stripes. Where its gate and linear columns lie apart, each half of a transposed
+    weight's columns fills a row of shared memory, 64.
     """
     spacious = tile.slabs * tile.n <= 256
     if kind != "glu":
@@ -140,7 +143,10 @@ def supports_tile(kind: str, tile: Tile, major: str, interleave: int, bias: bool
     paired = interleave % width == 0
     if not (paired or width % interleave == 0) or (paired and major == "n" and width < 64):
         return False
-    return spacious or (major == "k" and not bias and interleave not in (1, 2, 4))
+    if spacious:
+        return True
+    fits = activation != "situglu" or tile.slabs < 3
+    return fits and major == "k" and not bias and interleave not in (1, 2, 4)
 
 
 class Constants(NamedTuple):
@@ -224,11 +230,13 @@ def choose(
     major: str = "k",
     interleave: int = 0,
     bias: bool = False,
+    activation: str = "",
     scaled: bool = False,
 ) -> Tile:
     """The tile of a product, see `microseconds`; ``scaled``: of FP8 operands."""
+    needed = major, interleave, bias, activation
     candidates = (FP8_TILES if scaled else TILES)[kind]
     return min(
-        (tile for tile in candidates if supports_tile(kind, tile, major, interleave, bias)),
+        [tile for tile in candidates if supports_tile(kind, tile, *needed)],
         key=lambda tile: microseconds(kind, tile, rows, groups, columns, depth, sms),
     )

@@ -62,7 +62,7 @@ def variants(kind, tile):
 
 def other_activations():
     """Those left, each with its backward, on the tiles that leave the fewest registers."""
-    act, dact = TILES["act"][-1], TILES["dact"][-1]
+    act, dact = [*TILES["act"]][-1], [*TILES["dact"]][-1]
     yield Spec("act", act, activation="srelu", save_preact=False, weight_major="n", table=True)
     for name, scale in (("qgelu", "float32"), ("relu", "float32"), ("silu", ""), ("srelu", "")):
         yield Spec("dact", dact, activation=name, scale=scale, weight_major="n")
@@ -73,7 +73,7 @@ def other_activations():
         for kind in ("glu", "dglu") if name in ("geglu", "situglu") else ("dglu",):
             sums = max(tile.slabs * tile.n for tile in TILES[kind])
             large = [tile for tile in TILES[kind] if tile.slabs * tile.n == sums]
-            for tile in [tile for tile in large if supports_tile(kind, tile, "k", 0, False)]:
+            for tile in [tile for tile in large if supports_tile(kind, tile, "k", 0, False, name)]:
                 stripe = tile.n // 2 if kind == "glu" else 32
                 layout = {"paired": True, "stripe": stripe, "save_preact": kind == "glu"}
                 major = "k" if kind == "glu" else "n"
