@@ -506,6 +506,11 @@ def split(cell: dict) -> tuple[dict[str, float], dict[str, float]]:
     return {name: ms for name, ms in cell["ms"].items() if name not in peers}, peers
 
 
+def is_judged(cell: dict) -> bool:
+    """Whether the model can know a cell: not a weight gradient of one group that has all rows."""
+    return not (cell["op"].startswith("wgrad") and Shape(*cell["shape"]).split == "one")
+
+
 def regret_of(cell: dict) -> tuple[float, str]:
     """How much longer than the best tile the one that the model chooses now takes, and which it is.
 
@@ -548,7 +553,7 @@ def fit(cells: list[dict], steps: int) -> None:
     By gradient descent: on the regret of a choice at random, likelier the shorter the expected
     time, and on the errors of the logarithms of times, within a cell and as a whole.
     """
-    fitted = _Fitted(cells)
+    fitted = _Fitted([cell for cell in cells if is_judged(cell)])
     optimizer = torch.optim.Adam(fitted.parameters, 0.05)
     for step in range(steps):
         left = 1 - step / steps
@@ -566,16 +571,11 @@ class _Fitted:
     def __init__(self, cells: list[dict]) -> None:
         kinds, by_tile = {**OPS, **INFERENCE}, collections.defaultdict(list)
         for i, cell in enumerate(cells):
-            kind, (rows, groups, *rest) = (
-                kinds[cell["op"]],
-                problem(cell["op"], Shape(*cell["shape"])),
-            )
+            kind, shape = kinds[cell["op"]], Shape(*cell["shape"])
+            rows, groups, *rest = problem(cell["op"], shape)
             sizes = tiles.rows_bucket(rows, groups), groups, *rest
             for name, ms in split(cell)[0].items():
-                tile = tile_of(name)
-                by_tile[kind, tile if kind == "dglu" else tile._replace(ahead=3)].append(
-                    (i, *sizes, ms)
-                )
+                by_tile[kind, tile_of(name)].append((i, *sizes, ms))
         self.count, start, cells_of, times = len(cells), [], [], []
         self.sizes: dict[tuple[str, Tile], torch.Tensor] = {}
         for (kind, tile), found in by_tile.items():
