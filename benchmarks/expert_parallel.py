@@ -22,6 +22,7 @@ import datetime
 import faulthandler
 import json
 import os
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -788,7 +789,8 @@ def main() -> None:
         print(table(report), flush=True)
     failed = over_processes(torch.tensor([len(report["failures"])]), setup)
     dist.destroy_process_group()
-    raise SystemExit(int(bool(failed.item())))
+    sys.stdout.flush()
+    os._exit(int(bool(failed.item())))  # PyTorch's threads may abort while the interpreter ends
 
 
 if __name__ == "__main__":
