@@ -166,7 +166,7 @@ class GroupedFastPath:
         if is_intercepted() or grouped.checks_enabled() or active_pool() is not None:
             return False
         device = self._device
-        if not grouped.read_in_place(dense, self._dtype, device):
+        if not grouped.can_read_in_place(dense, self._dtype, device):
             return False
         for t, size in vectors:
             if not (

@@ -44,8 +44,8 @@ from fusible.kernels.sm90 import checked_products as sm90
 from fusible.kernels.sm90.grouped_products import (
     TENSOR_TYPES,
     DenseOperand,
+    can_read_in_place,
     products_by_rows,
-    read_in_place,
 )
 from fusible.kernels.sm90.operands import is_row_scale
 from fusible.kernels.stacking import side_by_side, stacked
@@ -57,6 +57,7 @@ __all__ = [
     "TENSOR_TYPES",
     "DenseOperand",
     "Glu",
+    "can_read_in_place",
     "check_alignment",
     "checking",
     "checks_enabled",
@@ -70,7 +71,6 @@ __all__ = [
     "grouped_wgrad_",
     "is_row_scale",
     "products_by_rows",
-    "read_in_place",
     "row_groups",
     "side_by_side",
     "stacked",

@@ -396,7 +396,7 @@ DenseOperand = tuple[Sequence[Tensor], tuple[int, ...], int]
 the next begins."""
 
 
-def read_in_place(
+def can_read_in_place(
     operands: Sequence[DenseOperand], dtype: torch.dtype, device: torch.device
 ) -> bool:
     """Whether the launches read operands where they lie."""

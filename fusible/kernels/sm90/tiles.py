@@ -36,6 +36,7 @@ class Cost(NamedTuple):
     """Of a product besides: what nothing hides at its end."""
 
 
+# By kind, every tile that may be chosen, with its measured costs; tests compile and run each.
 TILES: dict[str, dict[Tile, Cost]] = {
     "store": {
         _LOW[0]: Cost(258, 354, 2080),
@@ -88,23 +89,22 @@ TILES: dict[str, dict[Tile, Cost]] = {
         _LARGE[2]: Cost(653, 1350, 1510),
         _LARGE[3]: Cost(643, 1450, 1460),
     },
-    # Of activations that are not gated: the costs are those of gated ones.
-    "act": {
-        _LOW[0]: Cost(186, 1150, 1600),
-        _LOW[2]: Cost(202, 4080, 2960),
-        _SMALL: Cost(347, 2300, 1600),
-        _DRAWN: Cost(318, 751, 3470),
-        _BAND: Cost(322, 1610, 1730),
-    },
-    "dact": {
-        Tile(64, 64, True, 1, 1, ahead=4): Cost(185, 2270, 1520),
-        Tile(64, 128, True, 1, 2, ahead=5): Cost(279, 3640, 1530),
-        _SMALL._replace(ahead=5): Cost(368, 3950, 850),
-        _DRAWN: Cost(351, 4580, 1560),
-        _BAND: Cost(334, 1850, 6950),
+}
+# Activations that are not gated take the time of gated ones.
+_GLU, _DGLU = TILES["glu"], TILES["dglu"]
+TILES["act"] = {tile: _GLU[tile] for tile in (_LOW[0], _LOW[2], _SMALL, _DRAWN, _BAND)}
+TILES["dact"] = {
+    Tile(64, 64, True, 1, 1, ahead=4): Cost(185, 2270, 1520),
+    **{
+        tile: _DGLU[tile]
+        for tile in (
+            Tile(64, 128, True, 1, 2, ahead=5),
+            _SMALL._replace(ahead=5),
+            _DRAWN,
+            _BAND,
+        )
     },
 }
-"""By kind, every tile that may be chosen, with its measured costs; tests compile and run each."""
 # Of FP8 operands.
 FP8_TILES = {
     "store": (_SMALL, _DRAWN, _BAND),
@@ -153,9 +153,9 @@ class Constants(NamedTuple):
     """What all tiles share, fitted to measurements."""
 
     started: float = 0.252  # share of its time that the last round takes if it is not full
-    started_drawn: float = 0.318  # the same where tiles are drawn from a counter
+    started_dynamic: float = 0.318  # the same of dynamic tiles, which blocks take from a counter
     late: float = 0.599  # rounds by which the last block is late
-    late_drawn: float = 0.947
+    late_dynamic: float = 0.947
     again: float = 0.0254  # share of a weight's bytes that each further tile down reads again
     memory: float = 3292  # bytes that the GPU reads or writes in a nanosecond
     sharpness: float = 2.41  # exponent of the norm that joins computing and memory
@@ -204,7 +204,7 @@ def microseconds(
         out = {"store": 1, "act": 2, "glu": 3, "dact": 3, "dglu": 5}[kind] * columns
         values = used * weights * (1 + c.again * (down - 1)) + rows * (depth + out)
     full = used * down * across / (sms // (tile.cluster_m * tile.cluster_n))
-    started, late = (c.started_drawn, c.late_drawn) if tile.dynamic else (c.started, c.late)
+    started, late = (c.started_dynamic, c.late_dynamic) if tile.dynamic else (c.started, c.late)
     rounds = _larger(full + started * (_ceil_div(full, 1) - full) + late, 1)
     computing = rounds * (cost.step * reduction + cost.tile) + cost.end
     moving = 2 * values / c.memory
