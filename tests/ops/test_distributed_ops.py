@@ -1,15 +1,13 @@
 """Collectives and tensor-parallel Linear on two processes (gloo): started once for all cases."""
 
 import copy
-import tempfile
 import traceback
-from pathlib import Path
 
+import process_groups
 import pytest
 import reference as ref
 import torch
 import torch.distributed as dist
-from processes import start
 from torch import nn
 
 import fusible as fz
@@ -258,10 +256,6 @@ CASES = {
 
 def run_cases(rank, folder):
     """What one process does: every case, noting what went wrong."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=PROCESSES
-    )
     failures = {}
     for name, case in CASES.items():
         try:
@@ -269,15 +263,12 @@ def run_cases(rank, folder):
         except Exception:
             failures[name] = traceback.format_exc()
         dist.barrier()
-    torch.save(failures, Path(folder) / f"failures{rank}")
-    dist.destroy_process_group()
+    return failures
 
 
 @pytest.fixture(scope="module")
-def failures():
-    with tempfile.TemporaryDirectory() as folder:
-        start(run_cases, (folder,), PROCESSES)
-        return [torch.load(Path(folder) / f"failures{rank}") for rank in range(PROCESSES)]
+def failures(tmp_path_factory):
+    return process_groups.results(run_cases, (), PROCESSES, tmp_path_factory.mktemp("meet"))
 
 
 @pytest.mark.parametrize("name", CASES)

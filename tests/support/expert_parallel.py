@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 import traceback
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+import process_groups
 import torch
 import torch.distributed as dist
-from processes import start
 from torch import Tensor
 
 import fusible as fz
@@ -189,36 +188,19 @@ def alone(case: Case, processes: int, device: str) -> list[list[Tensor]]:
     return [list(of_rank) for of_rank in zip(*parts, strict=True)]
 
 
-def worker(rank: int, processes: int, folder: str, cases, run_case, timeout, backend) -> None:
-    torch.set_num_threads(1)
-    options = {}
-    if torch.cuda.is_available():
-        torch.cuda.set_device(rank % torch.cuda.device_count())
-    if backend == "nccl":
-        options["device_id"] = torch.device("cuda", torch.cuda.current_device())
-    dist.init_process_group(
-        backend,
-        init_method=f"file://{folder}/meet",
-        rank=rank,
-        world_size=processes,
-        timeout=timeout,
-        **options,
-    )
-    results = {}
+def run_cases(rank: int, folder: str, cases, run_case) -> dict:
+    """What a process sees of every case, or the error."""
+    group = dist.group.WORLD
+    seen = {}
     for case in cases:
         try:
-            results[str(case)] = run_case(case, dist.group.WORLD, rank, processes)
+            seen[str(case)] = run_case(case, group, rank, dist.get_world_size(group))
         except Exception:
-            results[str(case)] = traceback.format_exc()
-    torch.save(results, Path(folder) / f"results{rank}")
-    if backend == "gloo":
-        os._exit(0)  # whose threads may still be in an exchange that failed, and would abort
-    dist.destroy_process_group()
+            seen[str(case)] = traceback.format_exc()
+    return seen
 
 
-def results(
-    processes: int, folder: Path, cases, run_case, timeout=None, backend: str = "gloo"
-) -> list[dict]:
+def results(count: int, folder: Path, cases, run_case, timeout=None, backend="gloo") -> list[dict]:
     """What every process saw of every case, by rank; started once for all cases."""
-    start(worker, (processes, str(folder), list(cases), run_case, timeout, backend), processes)
-    return [torch.load(folder / f"results{rank}") for rank in range(processes)]
+    args = (list(cases), run_case)
+    return process_groups.results(run_cases, args, count, folder, backend, timeout)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
-
+import process_groups
 import torch
-from processes import METHOD, start
 from sharded import largest, plain_values, values
 from torch import distributed as dist
 from torch import nn
@@ -234,38 +232,21 @@ def without_hooks(module):
     return module
 
 
-def worker(rank: int, world: int, store: str, out) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    try:
-        seen = {}
-        for ep in (2, 4)[: world // 2]:
-            for name, single, recipe in (
-                ("single", True, None),
-                ("separate", False, None),
-                ("quantized", True, fz.recipes.MXFP8BlockScaling()),
-            ):
-                folder = f"{store} {ep} {name}"
-                seen[ep, name] = trained(ep, single, recipe, folder)
-            seen[ep, "meta"], seen[ep, "plans"] = on_meta(ep), plans(ep)
-        seen["refused"] = refusals(2)
-        out.put((rank, seen))
-    finally:
-        dist.destroy_process_group()
-
-
-def outcomes(world: int, folder) -> dict[int, dict]:
-    """What each of ``world`` processes saw."""
-    out = multiprocessing.get_context(METHOD).SimpleQueue()
-    processes = start(worker, (world, str(folder / "store"), out), world, join=False)
+def worker(rank: int, folder: str) -> dict:
+    world = dist.get_world_size()
     seen = {}
-    while len(seen) < world:
-        if out.empty():
-            if processes.join(timeout=0.05) and out.empty():
-                break
-            continue
-        rank, found = out.get()
-        seen[rank] = found
-    while not processes.join():
-        pass
+    for ep in (2, 4)[: world // 2]:
+        for name, single, recipe in (
+            ("single", True, None),
+            ("separate", False, None),
+            ("quantized", True, fz.recipes.MXFP8BlockScaling()),
+        ):
+            seen[ep, name] = trained(ep, single, recipe, f"{folder}/{ep} {name}")
+        seen[ep, "meta"], seen[ep, "plans"] = on_meta(ep), plans(ep)
+    seen["refused"] = refusals(2)
     return seen
+
+
+def outcomes(world: int, folder) -> list[dict]:
+    """What each of ``world`` processes saw, by rank."""
+    return process_groups.results(worker, (), world, folder)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import faulthandler
-import multiprocessing
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
+import process_groups
 import torch
-from processes import METHOD, start
 from torch import distributed as dist
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
@@ -272,39 +270,16 @@ def by_expert(t):
     return t if t.dim() == 3 else [t]
 
 
-def worker(rank: int, world: int, device: str, store: str, cases: list[Case], out) -> None:
-    faulthandler.enable()  # where a process died is in what the test prints
-    backend = "nccl" if device == "cuda" else "gloo"
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    else:
-        torch.set_num_threads(1)
-    options = {"device_id": torch.device("cuda", rank)} if device == "cuda" else {}
-    dist.init_process_group(
-        backend, init_method=f"file://{store}", rank=rank, world_size=world, **options
-    )
-    try:
-        for case in cases:
-            machine = case.machine
-            with assume_target(machine) if machine else nullcontext():
-                out.put((rank, str(case), train(case, device, f"{store} of {case}")))
-    finally:
-        dist.destroy_process_group()
+def worker(rank: int, folder: str, device: str, cases: list[Case]) -> dict[str, Outcome]:
+    seen = {}
+    for case in cases:
+        with assume_target(case.machine) if case.machine else nullcontext():
+            seen[str(case)] = train(case, device, f"{folder}/{case}")
+    return seen
 
 
 def outcomes(world: int, device: str, folder, cases: list[Case]) -> dict[tuple[int, str], Outcome]:
     """Run the cases in ``world`` processes; what each rank saw, by rank and case."""
-    out = multiprocessing.get_context(METHOD).SimpleQueue()
-    args = (world, device, str(folder / "store"), cases, out)
-    processes = start(worker, args, world, join=False)
-    seen = {}
-    while len(seen) < world * len(cases):
-        if out.empty():
-            if processes.join(timeout=0.05) and out.empty():
-                break
-            continue
-        rank, case, outcome = out.get()
-        seen[rank, case] = outcome
-    while not processes.join():
-        pass
-    return seen
+    backend = "nccl" if device == "cuda" else "gloo"
+    of_ranks = process_groups.results(worker, (device, cases), world, folder, backend)
+    return {(rank, case): seen for rank, of in enumerate(of_ranks) for case, seen in of.items()}

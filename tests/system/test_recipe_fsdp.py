@@ -2,10 +2,10 @@
 
 import copy
 
+import process_groups
 import pytest
 import torch
 from number_formats import RECIPES
-from processes import start
 from torch import distributed as dist
 from torch.distributed.fsdp import fully_shard
 
@@ -50,9 +50,8 @@ def model(recipe, rows=64):
         )
 
 
-def difference_of_uneven_shards(rank, store, out):
+def difference_of_uneven_shards(rank, folder):
     """Train a step on shards of 48 rows, which cut blocks, and on the whole model."""
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
     found = {}
     for name, recipe in RECIPES.items():
@@ -72,19 +71,14 @@ def difference_of_uneven_shards(rank, store, out):
             results.append([y, *grads])
         same = all(torch.allclose(a, b) for a, b in zip(*results, strict=True))
         found[name] = (kinds, same)
-    if rank == 0:
-        torch.save(found, out)
-    dist.destroy_process_group()
+    return found
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_shards_that_cut_blocks_are_values_and_train_as_the_whole(tmp_path):
     if not dist.is_available() or not dist.is_gloo_available():
         pytest.skip("needs torch with gloo")
-    out = tmp_path / "found"
-    arguments = (str(tmp_path / "store"), str(out))
-    start(difference_of_uneven_shards, arguments, 2)
-    found = torch.load(out)
+    found, _ = process_groups.results(difference_of_uneven_shards, (), 2, tmp_path)
     assert found.keys() == RECIPES.keys()
     for kinds, same in found.values():
         assert kinds == [False, False, True]  # the rows of a stack's matrices are not cut
