@@ -10,7 +10,8 @@ events, median. Writes grouped_mlp.json and grouped_mlp.png.
     python benchmarks/grouped_mlp.py --recipe fp8_block [NAME ...]
 
 instead measures ours in BF16 and under these recipes, with the weights quantized in every forward,
-once (``reuse_quantized_weights``), and stored. Writes grouped_mlp_recipes.json.
+once (``reuse_quantized_weights``), and stored. Writes grouped_mlp_recipes.json and .png.
+``--draw FILE`` draws either file again.
 """
 
 from __future__ import annotations
@@ -386,6 +387,46 @@ def draw(cells: list[dict[str, Any]], path: Path, passes: Sequence[str], what: s
     plt.close(figure)
 
 
+def draw_recipes(report: dict[str, Any], path: Path) -> None:
+    """BF16's time over that under each recipe, per shape, with weights as given and stored."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    times = {(c["config"], c["split"], c["pass"]): c["ms"] for c in report["cells"]}
+    labels = list(dict.fromkeys(key[:2] for key in times))
+    passes = list(dict.fromkeys(key[2] for key in times))
+    names = [name for name in RECIPES if name in next(iter(times.values()))]
+    figure, panels = plt.subplots(
+        len(passes), sharex=True, figsize=(max(11, 1.3 * len(labels)), 7), layout="constrained"
+    )
+    for axes, what in zip(panels, passes, strict=True):
+        for i, name in enumerate(names):
+            for how, shade in (("", 0.45), (", weights stored", 1.0)):
+                place = 2 * i + bool(how) - len(names) + 0.5
+                every = [times[*label, what] for label in labels]
+                ratios = [
+                    ms.get(f"bf16 beside {name}", ms.get("bf16")) / ms[name + how] for ms in every
+                ]
+                at = [j + 0.9 / len(names) / 2 * place for j in range(len(labels))]
+                bars = axes.bar(
+                    at, ratios, 0.42 / len(names), label=name + how, color=f"C{i}", alpha=shade
+                )
+                axes.bar_label(bars, fmt="%.2f", fontsize=7, rotation=90, padding=2)
+        axes.axhline(1, color="black", linewidth=0.8)
+        axes.set_ylabel(f"{what}: time in BF16 / ours")
+        axes.set_ylim(top=1.15 * axes.get_ylim()[1])
+    handles = panels[0].get_legend_handles_labels()
+    figure.legend(*handles, ncols=len(names), fontsize=8, loc="outside lower center")
+    panels[-1].set_xticks(range(len(labels)), map("\n".join, labels), fontsize=8)
+    figure.suptitle(
+        f"{TITLE} under FP8 recipes, one {report['environment']['gpu']}: higher is better"
+    )
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
 def cell_line(cell: dict[str, Any]) -> str:
     """One row of the printed table."""
     times = "  ".join(f"{who} {ms:.4f}" for who, ms in cell["ms"].items())
@@ -437,12 +478,16 @@ def main() -> None:
     parser.add_argument("--shape", nargs="*", default=[], help="hidden,expert,experts,rows")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--recipe", nargs="+", default=[], choices=list(RECIPES))
-    parser.add_argument("--redraw", action="store_true", help="only draw what was measured")
+    parser.add_argument("--draw", type=Path, help="only draw this file's results beside it")
     options = parser.parse_args()
-    written = options.out / "grouped_mlp.json"
-    if options.redraw:
-        draw(json.loads(written.read_text())["cells"], written.with_suffix(".png"), PASSES, TITLE)
+    if options.draw:
+        report, picture = json.loads(options.draw.read_text()), options.draw.with_suffix(".png")
+        if "memory" in report:
+            draw(report["cells"], picture, PASSES, TITLE)
+        else:
+            draw_recipes(report, picture)
         return
+    written = options.out / "grouped_mlp.json"
     shapes = {name: CONFIGS[name] for name in options.config}
     shapes |= {text: Config(*map(int, text.split(","))) for text in options.shape}
     if options.recipe:
@@ -450,6 +495,7 @@ def main() -> None:
         written.parent.mkdir(parents=True, exist_ok=True)
         report = run_recipes(shapes, options.recipe)
         written.write_text(json.dumps(report, indent=1) + "\n")
+        draw_recipes(report, written.with_suffix(".png"))
         return
     report = run(shapes)
     for key in ("host_us", "memory", "errors"):

@@ -3,6 +3,7 @@
     python benchmarks/sm90_grid.py [--seconds N] [--shape NAME ...] [--quack N] [--out FILE]
     python benchmarks/sm90_grid.py --drawn FIRST LAST [...]
     python benchmarks/sm90_grid.py --fit FILE ...
+    python benchmarks/sm90_grid.py --draw FILE
 
 Compiles on all cores, compares every tile with FP32 math, then times all contestants of a cell (a
 shape and an op) interleaved in one process, with CUDA events, from a flushed L2 cache: the median
@@ -12,7 +13,9 @@ each shape; a summary comes last. Stops after ``--seconds``, compilation include
 ``--drawn`` measures shapes that are drawn at random instead, from FIRST to before LAST of always
 the same ones.
 
-``--fit`` needs no GPU: it fits the model of times (`fusible.kernels.sm90.tiles`) to such files.
+``--fit`` and ``--draw`` need no GPU. The former fits the model of times
+(`fusible.kernels.sm90.tiles`) to such files. The latter draws a heat map of the tiles that the
+model chooses now, beside the file, and prints the worst cells.
 """
 
 import argparse
@@ -547,6 +550,45 @@ def report(cells: Iterable[dict]) -> None:
         print(f"  {with_chosen:.3f} {with_best:.3f}  {name}")
 
 
+def draw(cells: list[dict], gpu: str, path: Path) -> None:
+    """Heat maps, by shape and op: times of our best tile and of peers over the chosen tile's."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import colors
+    from matplotlib import pyplot as plt
+
+    shapes = list(dict.fromkeys(str(Shape(*cell["shape"])) for cell in cells))
+    ops = list(dict.fromkeys(cell["op"] for cell in cells))
+    titles = "our best tile", "best of quack's tiles", "PyTorch"
+    maps = torch.full((len(titles), len(shapes), len(ops)), math.nan)
+    for cell in cells:
+        (ours, peers), (regret, _) = split(cell), regret_of(cell)
+        best = min(ours.values())
+        quack = [ms for name, ms in peers.items() if name.startswith("quack")]
+        times = best, min(quack, default=math.nan), peers.get("torch", math.nan)
+        row, column = shapes.index(str(Shape(*cell["shape"]))), ops.index(cell["op"])
+        maps[:, row, column] = torch.tensor(times) / (best * (1 + regret))
+    figure, panels = plt.subplots(
+        1, len(titles), sharey=True, figsize=(15, 2 + 0.24 * len(shapes)), layout="constrained"
+    )
+    scale = colors.LogNorm(0.75, 1 / 0.75)
+    for axes, title, values in zip(panels, titles, maps, strict=True):
+        drawn = axes.imshow(values, aspect="auto", cmap="RdYlGn", norm=scale)
+        for row, column in values.isfinite().nonzero().tolist():
+            text = f"{values[row, column]:.2f}"
+            axes.text(column, row, text, ha="center", va="center", fontsize=7)
+        axes.set_title(f"{title} / chosen tile", fontsize=10)
+        axes.set_xticks(range(len(ops)), ops, fontsize=8)
+    panels[0].set_yticks(range(len(shapes)), shapes, fontsize=7)
+    figure.colorbar(drawn, ax=panels, fraction=0.02, ticks=[0.75, 1, 1.33], format="%.2f")
+    figure.suptitle(
+        f"Time relative to the tile that the model chooses, BF16, {gpu}: above 1 it is faster"
+    )
+    figure.savefig(path, dpi=90)
+    plt.close(figure)
+
+
 def fit(cells: list[dict], steps: int) -> None:
     """Fit the costs of tiles and the model's constants to measured times; print them.
 
@@ -638,7 +680,13 @@ def main() -> None:
     parser.add_argument("--drawn", type=int, nargs=2, help="shapes drawn at random")
     parser.add_argument("--fit", type=Path, nargs="*", help="JSON files to fit the model to")
     parser.add_argument("--steps", type=int, default=1500, help="of --fit")
+    parser.add_argument("--draw", type=Path, help="JSON file to draw and to report")
     options = parser.parse_args()
+    if options.draw:
+        found = json.loads(options.draw.read_text())
+        draw(found["cells"], found["environment"]["gpu"], options.draw.with_suffix(".png"))
+        report(found["cells"])
+        return
     if options.fit:
         cells = [cell for file in options.fit for cell in json.loads(file.read_text())["cells"]]
         fit(cells, options.steps)

@@ -77,6 +77,7 @@ TILES: dict[str, dict[Tile, Cost]] = {
         _BAND: Cost(334, 1850, 6950),
         _BAND._replace(ahead=5): Cost(307, 4510, 1880),
         _WIDE._replace(ahead=2): Cost(500, 7020, 1540),
+        _WIDE_BAND._replace(ahead=2): Cost(374, 7770, 598),
     },
     "wgrad": {
         _DRAWN: Cost(329, 483, 2980),
@@ -132,11 +133,14 @@ def supports_tile(
     """Whether a kernel of ``kind`` can have a tile, for a weight of that ``major``.
 
     More than 128 sums a thread leave no registers for biases and, of a gated one, transposed
-    weights and narrow stripes; nor, in three slabs of 64 rows, for SiTUGLU. A gated one has columns
-    of whole stripes. Where its gate and linear columns lie apart, each half of a transposed
-    weight's columns fills a row of shared memory, 64.
+    weights and narrow stripes; nor, in three slabs of 64 rows, for SiTUGLU; nor, in the backward of
+    clusters of two rows, for GEGLU and stripes of 16. A gated one has columns of whole stripes.
+    Where its gate and linear columns lie apart, each half of a transposed weight's columns fills a
+    row of shared memory, 64.
     """
     spacious = tile.slabs * tile.n <= 256
+    if kind == "dglu":
+        return spacious or tile.cluster_m == 1 or (activation != "geglu" and interleave != 16)
     if kind != "glu":
         return kind != "store" or spacious or not bias
     width = tile.n // 2
