@@ -78,7 +78,7 @@ def calls(t: dict[str, torch.Tensor]) -> dict[str, Any]:
     both = {"rowwise": True, "columnwise": True}
     rows = {name: quantize_k_major(t[name], fp8_block(), **both, ends=ends) for name in names}
     weights = {name: quantize_k_major(t[name], square, **both) for name in ("w1", "w2")}
-    padded = rows["x"].padded_ends
+    padded = rows["x"].column.ends
 
     def mm(x: str, w: str, transposed: bool, tile: Tile | None) -> Any:
         a, b = rows[x].row, weights[w].column if transposed else weights[w].row

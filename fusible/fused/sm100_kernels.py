@@ -251,8 +251,11 @@ class Sm100Kernels(GroupedKernels):
 SM100 = Sm100Kernels()
 
 
+_HIGH_PRECISION = Recipe()
+
+
 def _recipe(ctx: OperationContext) -> Recipe:
-    return Recipe() if ctx.recipe is None else ctx.recipe
+    return ctx.recipe or _HIGH_PRECISION
 
 
 def _quantized(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from fusible.fuser.context import OperationContext
 from fusible.kernels import grouped
 from fusible.kernels.quantize import (
-    KMajor,
+    KMajorOperands,
     ScaledMatrix,
     quantize_glu_backward,
     quantize_k_major,
@@ -51,14 +51,6 @@ from fusible.recipes.product import (
 )
 from fusible.recipes.recipe import Recipe, Role
 from fusible.recipes.tensor import QuantizedTensor
-
-
-class _WgradOperand(NamedTuple):
-    """An operand of weight gradients: column-major rows of padded groups."""
-
-    rows: ScaledMatrix
-    ends: Tensor | None
-    """End rows of the padded groups; None for an input, whose groups are those of the gradient."""
 
 
 class Sm90Fp8Kernels(GroupedKernels):
@@ -102,16 +94,16 @@ class Sm90Fp8Kernels(GroupedKernels):
         """Both uses from one launch; of a quantized ``x``, the row-wise use as it is stored."""
         if isinstance(x, GroupedOperand):  # of `dglu`
             return x
-        _, linear, ctx, groups, _ = call
-        recipe = ctx.recipe.of_fp8_products
+        recipe = call.ctx.recipe.of_fp8_products
         rows = [product for product in products if product != "wgrad"]
         columnwise, row = len(rows) < len(products), None
         if is_quantized(x):
-            ends = None if linear.num_groups is None else groups
+            ends = None if call.linear.num_groups is None else call.ends
             if rows:
                 stored = quantize_operand(x, recipe, role, *rows, ends=ends).row
                 assert stored is not None
-                row, rows = ScaledMatrix(*map(as_2d, stored_operand(stored))), []
+                operand = stored_operand(stored)
+                row, rows = ScaledMatrix(as_2d(operand.data), as_2d(operand.scale)), []
             if columnwise:
                 columns = quantize_operand(x, recipe, role, "wgrad", ends=ends)
                 x = as_2d(operand_values(columns, "wgrad", role))
@@ -120,11 +112,10 @@ class Sm90Fp8Kernels(GroupedKernels):
             return GroupedOperand(row, None)
         uses = {"rowwise": bool(rows), "columnwise": columnwise and not later}
         made = _quantized(x, call, role, **uses)
-        operand = _operand(made)
-        return GroupedOperand(operand.row or row, x if later else operand.column)
+        return GroupedOperand(made.row or row, x if later else made.column)
 
     def saved_rows(
-        self, ctx: OperationContext, column: _WgradOperand | GatheredRows | None
+        self, ctx: OperationContext, column: ScaledMatrix | GatheredRows | None
     ) -> Saved:
         """The column-wise use as it lies in memory, if the weight needs its gradient.
 
@@ -134,7 +125,7 @@ class Sm90Fp8Kernels(GroupedKernels):
             return None, None, None
         if isinstance(column, GatheredRows):
             return column.source, None, column.index
-        return column.rows.data.t(), column.rows.scale, None
+        return column.data.t(), column.scale, None
 
     def num_saved_rows(self, ctx: OperationContext) -> int:
         """See `GroupedKernels`."""
@@ -142,40 +133,39 @@ class Sm90Fp8Kernels(GroupedKernels):
 
     def restored_rows(
         self, call: LinearCall, saved: Sequence[Any]
-    ) -> _WgradOperand | GatheredRows | None:
+    ) -> ScaledMatrix | GatheredRows | None:
         """See `GroupedKernels`."""
         data, scale, index = saved
         if index is not None:
             return GatheredRows(data, index)
-        return None if data is None else _WgradOperand(ScaledMatrix(data.t(), scale), None)
+        return None if data is None else ScaledMatrix(data.t(), scale)
 
     def weights(self, call: LinearCall) -> tuple[ScaledMatrix, ScaledMatrix | None]:
         """See `GroupedKernels`; the second one is a transposed copy. One matrix if dense."""
-        row, column, _ = call.linear.weight_operands(call.ctx, quantize_weights_k_major)
+        row, column = call.linear.weight_operands(call.ctx, quantize_weights_k_major)
         if call.linear.num_groups is not None:
             return row, column
         return _first(row), None if column is None else _first(column)
 
     def saved_weights(self, ctx: OperationContext, weights: ScaledMatrix | None) -> Saved:
         """The transposed copy, if the input needs its gradient."""
-        return () if weights is None else tuple(weights)
+        return () if weights is None else weights[:2]
 
     def restored_weights(self, ctx: OperationContext, saved: Sequence[Any]) -> ScaledMatrix | None:
         """See `GroupedKernels`."""
         return ScaledMatrix(*saved) if saved else None
 
     def weight_grad(
-        self, call: LinearCall, dy: _WgradOperand | None, x: _WgradOperand | GatheredRows | None
+        self, call: LinearCall, dy: ScaledMatrix | None, x: ScaledMatrix | GatheredRows | None
     ) -> WeightGradient:
-        """See `GroupedKernels`."""
+        """See `GroupedKernels`; the groups are those of ``dy``."""
         if dy is None or x is None:  # not needed
             return WeightGradient(lambda out, accumulate: None, ())
         if isinstance(x, GatheredRows):
-            made = _quantized(x, call, "input", rowwise=False, columnwise=True)
-            assert made.column is not None
-            x = _WgradOperand(made.column, None)
+            x = _quantized(x, call, "input", rowwise=False, columnwise=True).column
+        assert x is not None
         assert dy.ends is not None
-        return grouped_gradient(dy.rows, x.rows, dy.ends, call.ctx.column_major)
+        return grouped_gradient(dy, x, dy.ends, call.ctx.column_major)
 
     def dglu(
         self,
@@ -194,7 +184,7 @@ class Sm90Fp8Kernels(GroupedKernels):
 
         A fused epilogue would take as long as both launches, and not quantize.
         """
-        ctx, ends = call.ctx, call.ends
+        ctx, ends, glu = call.ctx, call.ends, glu_of(act)
         fmt = ctx.recipe.of_fp8_products.format("grad")
         assert fmt is not None
         made = quantize_glu_backward(
@@ -202,7 +192,7 @@ class Sm90Fp8Kernels(GroupedKernels):
             preact,
             scales,
             ends,
-            glu_of(act),
+            glu,
             fmt,
             rowwise="dgrad" in products,
             columnwise="wgrad" in products,
@@ -211,8 +201,8 @@ class Sm90Fp8Kernels(GroupedKernels):
         sums = None if made.values is None else grouped.grouped_sum(made.values, ends)
         output = None
         if ctx.needs.params[0] and not self.saves_activation(ctx, act):
-            output = self._requantized_input(call, glu_of(act).forward(preact, scales))
-        return ActivationGrads(_operand(made.operands), output, made.scales, sums)
+            output = self._requantized_input(call, glu.forward(preact, scales))
+        return ActivationGrads(GroupedOperand(*made.operands), output, made.scales, sums)
 
 
 SM90_FP8 = Sm90Fp8Kernels()
@@ -222,12 +212,9 @@ def _first(weights: ScaledMatrix) -> ScaledMatrix:
     return ScaledMatrix(weights.data[0], weights.scale[0])
 
 
-def _operand(made: KMajor) -> GroupedOperand:
-    column = None if made.column is None else _WgradOperand(made.column, made.padded_ends)
-    return GroupedOperand(made.row, column)
-
-
-def _quantized(x: Tensor | GatheredRows, call: LinearCall, role: Role, **uses: bool) -> KMajor:
+def _quantized(
+    x: Tensor | GatheredRows, call: LinearCall, role: Role, **uses: bool
+) -> KMajorOperands:
     """Rows, gathered or as they are, for the products that read them, in one launch."""
     source, index = source_of(x)
     fmt = call.ctx.recipe.of_fp8_products.format(role)
@@ -237,7 +224,7 @@ def _quantized(x: Tensor | GatheredRows, call: LinearCall, role: Role, **uses: b
 
 def quantize_weights_k_major(
     weights: list[Tensor], recipe: Recipe, dtype: torch.dtype, products: Sequence[ProductKind]
-) -> KMajor:
+) -> KMajorOperands:
     """Weights ``[E, N, K]`` for the forward and, if it is taken, transposed for the data gradient.
 
     Stored ones are not quantized again, and copied once for their values; those that are stored in
@@ -249,7 +236,7 @@ def quantize_weights_k_major(
     quantized = [w for w in weights if isinstance(w, QuantizedTensor)]
     if not any([w.format == fmt for w in quantized]):
 
-        def quantize() -> KMajor:
+        def quantize() -> KMajorOperands:
             weight = stacked([stack_weights([*map(values, weights)], dtype)])
             return quantize_k_major(weight, fmt, rowwise=True, columnwise=columnwise)
 
@@ -269,6 +256,6 @@ def quantize_weights_k_major(
         data = copied("stacked", lambda: torch.stack(parts))
     row = stored_operand(QuantizedMatrix(data, scale, None, fmt), FP8_BLOCK)
     if not columnwise:
-        return KMajor(row, None, None)
+        return KMajorOperands(row, None)
     column = copied("transposed", lambda: transposed(data))
-    return KMajor(row, ScaledMatrix(column, row.scale.mT), None)
+    return KMajorOperands(row, ScaledMatrix(column, row.scale.mT))

@@ -169,7 +169,7 @@ class Fusion(NamedTuple):
 
 @dataclass(frozen=True)
 class UserFusions:
-    """The results of the user's fusion functions, each pass as (op, basic ops) spans."""
+    """The fused ops that the user's functions made for each pass, with their places."""
 
     joint: tuple[Fusion, ...] = ()
     forward: tuple[Fusion, ...] = ()

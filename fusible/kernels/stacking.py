@@ -8,11 +8,6 @@ import torch
 from torch import Tensor
 
 
-def per_group(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """One matrix per group, from one 3-D tensor or from separate matrices."""
-    return tensors[0].unbind(0) if tensors[0].dim() == 3 else tensors
-
-
 def side_by_side(tensors: Sequence[Tensor]) -> Tensor | None:
     """One tensor ``[E, ...]`` of E that abut in memory, which it shares; None if they do not."""
     first = tensors[0]
@@ -45,5 +40,7 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor:
 
 def write(out: Sequence[Tensor], values: Tensor, accumulate: bool) -> None:
     """Copy matrices ``[E, N, K]`` to ``out``, one tensor or one per group, or add them there."""
-    for target, value in zip(per_group(out), values.unbind(0), strict=True):
-        target.add_(value) if accumulate else target.copy_(value)
+    if out[0].dim() == 3:
+        out[0].add_(values) if accumulate else out[0].copy_(values)
+    else:
+        (torch._foreach_add_ if accumulate else torch._foreach_copy_)(list(out), values.unbind(0))

@@ -388,7 +388,7 @@ class GroupedLinear(WeightedOperation):
         return bias.to(dtype).contiguous()
 
     def scaled_bias(self, ctx: OperationContext) -> Tensor | None:
-        """The bias that :meth:`scale_grad` reads, the last saved tensor; after ``ctx.dtype``."""
+        """The bias that :meth:`grads` reads for the gradient of its scales, saved last."""
         if not (self.scale_bias and ctx.needs.extra_inputs[1]):
             return None
         return self.stacked_bias(ctx, ctx.dtype)

@@ -42,7 +42,7 @@ def blocks_of(
 def with_zero_tail(x: Tensor, ends: Tensor) -> Tensor:
     """Set the rows of ``x`` past the last group to zero, in a copy."""
     row = torch.arange(x.shape[0], device=x.device)
-    return torch.where((row < ends[-1])[:, None], x, 0)
+    return torch.where((row < ends[-1]).view(-1, *[1] * (x.dim() - 1)), x, 0)
 
 
 def gather_rows(x: Tensor, index: Tensor | None, ends: Tensor | None) -> Tensor:

@@ -51,7 +51,9 @@ SCALE_DTYPES: dict[ScaleName, torch.dtype] = {
 
 def check_scale_name(name: str) -> ScaleName:
     """Return ``name`` if it is a kind of scale, KeyError if not."""
-    return {known: known for known in SCALE_DTYPES}[name]  # type: ignore[index]
+    if name not in SCALE_DTYPES:
+        raise KeyError(name)
+    return name
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,12 @@ class NumberFormat:
     """The column-wise form is that of ``recipes.hadamard.transform`` of the values."""
     stochastic: bool = False
     """Elements are rounded up or down at random (``recipes.philox``), not to the nearest."""
+    scale_dtype: torch.dtype = field(init=False, repr=False, compare=False)
+    """Dtype of the scales."""
+    has_tensor_scale: bool = field(init=False, repr=False, compare=False)
+    """Whether a second, FP32 scale covers each matrix or group."""
+    directional: bool = field(init=False, repr=False, compare=False)
+    """Whether row-wise and column-wise use need two different sets of numbers."""
     _epsilon: str = field(init=False, repr=False, compare=False)
     """``amax_epsilon`` as an op takes it; with dynamic=True compiled numbers are variables."""
 
@@ -83,6 +91,10 @@ class NumberFormat:
                 f"block of {self.name} must be None, (1, n) or (n, n) for a power of two n, "
                 f"got {self.block}"
             )
+        # Fields, not properties: every call reads them several times.
+        object.__setattr__(self, "scale_dtype", SCALE_DTYPES[self.scale])
+        object.__setattr__(self, "has_tensor_scale", self.scale == "e4m3")
+        object.__setattr__(self, "directional", bool(self.block) and across != along)
         if self.block is None and self.has_tensor_scale:
             raise ValueError(
                 f"a format with tensor scales must have blocks, got {self}; use an FP32 scale"
@@ -95,20 +107,9 @@ class NumberFormat:
             raise ValueError(f"amax_epsilon must be finite and not negative, got {self}")
         object.__setattr__(self, "_epsilon", repr(float(self.amax_epsilon)))
 
-    @property
-    def scale_dtype(self) -> torch.dtype:
-        """Return the dtype of the scales."""
-        return SCALE_DTYPES[self.scale]
-
-    @property
-    def has_tensor_scale(self) -> bool:
-        """Tell whether a second, FP32 scale covers each matrix or group."""
-        return self.scale == "e4m3"
-
-    @property
-    def directional(self) -> bool:
-        """Tell whether row-wise and column-wise use need two different sets of numbers."""
-        return self.block is not None and self.block[0] != self.block[1]
+    def __hash__(self) -> int:
+        """Of the name: every launch looks up its kernel by the format."""
+        return hash(self.name)
 
     @property
     def scaling(self) -> str:

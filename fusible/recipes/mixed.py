@@ -43,6 +43,10 @@ class ByPass(Recipe):
             operands: tuple[Role, ...] = ("input", "weight")
             mixed = tuple([r for r in operands if self.format(r) != self.backward_format(r)])
         object.__setattr__(self, "mixed_roles", mixed)
+        backward = None if self.backward is None else self.backward.of_fp8_products
+        own = self.forward.of_fp8_products, backward
+        same = own == (self.forward, self.backward)
+        object.__setattr__(self, "_of_fp8_products", self if same else ByPass(*own))
 
     @property
     def backward_override(self) -> str | None:  # type: ignore[override]
@@ -58,8 +62,7 @@ class ByPass(Recipe):
     @property
     def of_fp8_products(self) -> Recipe:
         """Return the same of the recipes by which FP8 products quantize."""
-        backward = None if self.backward is None else self.backward.of_fp8_products
-        return replace(self, forward=self.forward.of_fp8_products, backward=backward)
+        return self._of_fp8_products  # type: ignore[attr-defined]
 
     def format(self, role: Role) -> NumberFormat | None:
         """Return the format of the forward's recipe; of gradients that of the backward's."""

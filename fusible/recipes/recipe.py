@@ -251,10 +251,15 @@ class MXFP8BlockScaling(_Scaling):
     name: ClassVar[str] = "mxfp8"
     only: ClassVar[tuple[str, ...]] = (*_Scaling.only, "margin", "enable_2d_quantization")
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        of_blocks = Float8BlockScaling(fp8_format=self.fp8_format) if self.fp8_products else self
+        object.__setattr__(self, "_of_blocks", of_blocks)
+
     @property
     def of_fp8_products(self) -> Recipe:
         """Return that of blocks of 128, if ``fp8_products`` are on."""
-        return Float8BlockScaling(fp8_format=self.fp8_format) if self.fp8_products else self
+        return self._of_blocks  # type: ignore[attr-defined]
 
     def _format(self, role: Role) -> NumberFormat:
         return mxfp8(self.fp8_format.element(role))

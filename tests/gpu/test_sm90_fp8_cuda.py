@@ -256,8 +256,8 @@ def _check_quantized_backward(glu, features, scales_dtype, fmt):
         assert made.scales.dtype == scales_dtype
         assert_close(live(made.scales), dscales)
     again = quantize_k_major(made.values, fmt, **uses, columnwise=True, ends=ends_of(SIZES))
-    end = int(again.padded_ends[-1])
-    pairs = [*zip(made.operands.row, again.row, strict=True)]
+    end = int(again.column.ends[-1])
+    pairs = [*zip(made.operands.row[:2], again.row[:2], strict=True)]
     pairs.append((made.operands.column.data[:end], again.column.data[:end]))
     pairs.append((made.operands.column.scale[: end // 128], again.column.scale[: end // 128]))
     for actual, wanted in pairs:

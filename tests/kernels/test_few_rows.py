@@ -242,9 +242,10 @@ def test_operands_that_do_not_fit_raise(launches):
 def test_weights_of_every_format_fit(fmt, separate, launches):
     x, ends = torch.randn(5, 96).bfloat16(), torch.tensor([1, 3, 5], dtype=torch.int32)
     w, _ = random_stored(fmt, 3, 72, 96, separate)
-    assert few_rows._shape(w, fmt) == (3, 72, 96)
-    assert few_rows._reads(x, w, fmt)
-    few_rows._checked(x, w, fmt, ends, torch.randn(3, 72).bfloat16(), torch.rand(5))
+    shape = few_rows._shape(w, fmt)
+    assert shape == (3, 72, 96)
+    assert few_rows._reads(x, w, fmt, shape)
+    few_rows._checked(x, w, fmt, shape, ends, torch.randn(3, 72).bfloat16(), torch.rand(5))
 
 
 @pytest.mark.parametrize("op", ["grouped_mm_stored", "grouped_glu_stored"])

@@ -12,7 +12,7 @@ import torch
 from fusible.kernels.grouped import Glu, bias_gradients
 from fusible.kernels.moe import cuda as moe_cuda
 from fusible.kernels.quantize import cuda, glu_backward, k_major
-from fusible.kernels.quantize.k_major import KMajorInput
+from fusible.kernels.quantize.k_major import RowsToQuantize
 from fusible.kernels.runtime import gpu, launch
 from fusible.recipes.formats import fp8_block, fp8_tensor, mxfp8
 from fusible.recipes.matrix import Uses
@@ -54,7 +54,7 @@ def forget_devices():
 def test_rows(ends, gathered, called):
     rows = torch.zeros(ROWS, dtype=torch.int32) if gathered else None
     x = torch.zeros(ROWS, COLUMNS, dtype=torch.bfloat16)
-    assert k_major._cuda(KMajorInput(x, ends, rows), FORMAT, True, True) is not NotImplemented
+    assert k_major._cuda(RowsToQuantize(x, ends, rows), FORMAT, True, True) is not NotImplemented
     assert len(called) == 1
 
 
@@ -66,7 +66,7 @@ def test_offsets_of_groups(dtype, called):
 
 def test_weights(called):
     w = torch.zeros(2, 128, COLUMNS, dtype=torch.bfloat16)
-    k_major._cuda(KMajorInput(w), fp8_block(block=(128, 128)), True, True)
+    k_major._cuda(RowsToQuantize(w), fp8_block(block=(128, 128)), True, True)
     assert len(called) == 1
 
 

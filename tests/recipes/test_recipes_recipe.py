@@ -506,3 +506,16 @@ def test_a_recipe_that_is_not_here_names_what_serves():
 
     with pytest.raises(TypeError, match=r"its scales .*Float8CurrentScaling"):
         DelayedScaling(margin=0)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [MXFP8BlockScaling(fp8_products=True), ByPass(MXFP8BlockScaling(fp8_products=True), None)],
+    ids=["mxfp8", "by pass"],
+)
+def test_the_recipe_of_fp8_products_is_made_once(recipe):
+    """Every call asks for it, several times."""
+    made = recipe.of_fp8_products
+    assert made is recipe.of_fp8_products
+    assert made.format("weight") == fp8_block(block=(128, 128))
+    assert made.of_fp8_products == made

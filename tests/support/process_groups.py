@@ -31,9 +31,9 @@ def results(
 ) -> list[Any]:
     """What ``function(rank, folder, *args)`` returns in each process of a new group, by rank.
 
-    If a signal ends a process, all are started a second time, in a new folder, with a warning: glibc
-    once aborted a process of a gloo group in CI ("unaligned tcache chunk"). That was not seen again
-    in 1,000 groups, and memcheck and AddressSanitizer find no error.
+    If a signal ends a process, all are started a second time, in a new folder, with a warning:
+    glibc once aborted a process of a gloo group in CI ("unaligned tcache chunk"). That was not seen
+    again in 1,000 groups, and memcheck and AddressSanitizer find no error.
     """
     multiprocessing.set_forkserver_preload(IMPORTED)
     for attempt in ("first", "second"):

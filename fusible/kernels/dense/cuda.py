@@ -12,7 +12,7 @@ from types import NotImplementedType
 import torch
 from torch import Tensor
 
-from fusible.formulas import gain as _in_fp32
+from fusible.formulas import cast
 from fusible.kernels.dense.spec import (
     MAX_FEATURES,
     MIN_SM,
@@ -76,7 +76,7 @@ def rms_norm_backward(
     if not fits:
         return NotImplemented
     dy, x, rstd = aligned(dy), aligned(x), rstd.contiguous()
-    gain = aligned(_in_fp32(gain, torch.float32, False))
+    gain = aligned(cast(gain, torch.float32))
     addend = None if addend is None else aligned(addend)
     spec = RMSNormSpec(x.shape[1], PTX_NAMES[x.dtype], addend is not None)
     blocks = min(x.shape[0], spec.resident * multiprocessors(x.device))

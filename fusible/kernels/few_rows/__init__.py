@@ -69,13 +69,13 @@ def _product(
     scales: Tensor | None,
     glu: Glu | None,
 ) -> Tensor | NotImplementedType:
-    groups, features, depth = _shape(w, fmt)
-    if not (_reads(x, w, fmt) and (glu is None or _has_activation(glu, features))):
+    groups, features, depth = shape = _shape(w, fmt)
+    if not (_reads(x, w, fmt, shape) and (glu is None or _has_activation(glu, features))):
         return NotImplemented
     rows, columns = x.shape[0], features if glu is None else features // glu.sides
     if glu is None and bias is None:
         scales = None  # it multiplies the bias only
-    bias, scales = _checked(x, w, fmt, ends, bias, scales)
+    bias, scales = _checked(x, w, fmt, shape, ends, bias, scales)
     out = x.new_empty(rows, columns)
     if rows == 0:
         return out
@@ -115,20 +115,21 @@ def _checked(
     x: Tensor,
     w: StoredWeights,
     fmt: NumberFormat,
+    shape: tuple[int, int, int],
     ends: Tensor,
     bias: Tensor | None,
     scales: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """The bias and the scales of rows, contiguous; ValueError for operands that do not fit."""
-    groups, features, depth = _shape(w, fmt)
+    groups, features, depth = shape
     if x.shape[1] != depth:
         raise ValueError(f"x must have {depth} columns, as the weights, got {x.shape[1]}")
     wanted = shapes_of((*w.data[0].shape[:-1], depth), fmt)
-    for name, part, shape in zip(w._fields, w, wanted, strict=True):
-        count = 0 if shape is None else len(w.data)
-        if len(part) != count or any([t.shape != shape or t.device != x.device for t in part]):
+    for name, part, size in zip(w._fields, w, wanted, strict=True):
+        count = 0 if size is None else len(w.data)
+        if len(part) != count or any([t.shape != size or t.device != x.device for t in part]):
             raise ValueError(
-                f"{name} of weights in {fmt.name} must be {count} tensors of shape {shape} on "
+                f"{name} of weights in {fmt.name} must be {count} tensors of shape {size} on "
                 f"{x.device}, got {[(tuple(t.shape), str(t.device)) for t in part]!s:.200}"
             )
     check_ends(ends, groups, x.device)
@@ -148,9 +149,8 @@ def _shape(w: StoredWeights, fmt: NumberFormat) -> tuple[int, int, int]:
     return groups, first.shape[-2], first.shape[-1] * fmt.element.per_byte
 
 
-def _reads(x: Tensor, w: StoredWeights, fmt: NumberFormat) -> bool:
+def _reads(x: Tensor, w: StoredWeights, fmt: NumberFormat, shape: tuple[int, int, int]) -> bool:
     """Whether the kernels read these operands, and are faster than dequantizing the weights."""
-    shape = _shape(w, fmt)
     return (
         x.shape[0] <= max_rows(fmt) * shape[0]
         and _supports(x.device, x.dtype, fmt, *shape)
@@ -178,6 +178,7 @@ def _addresses(
     return None, None, None, pointer_table(tuple(chain(*parts)), device)
 
 
+@functools.lru_cache(maxsize=1024)
 def _tile(fmt: NumberFormat, groups: int, rows: int, depth: int) -> tuple[int, int]:
     """``warps_across`` and ``row_tiles`` of a `FewRowsSpec`, by measurements on an H100."""
     spec = FewRowsSpec(fmt)

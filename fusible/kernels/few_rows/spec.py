@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 from fusible.kernels.sm90 import limits
@@ -98,6 +99,7 @@ class FewRowsSpec(NamedTuple):
         return max(self.vector // self.format.block[1], 1)
 
 
+@functools.lru_cache(maxsize=64)
 def max_rows(fmt: NumberFormat) -> int:
     """Rows of a group, on average, up to which dequantizing the weights first is not faster."""
     return 32 if FewRowsSpec(fmt).scales_sums else 64

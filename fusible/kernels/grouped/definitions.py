@@ -17,8 +17,8 @@ from torch import Tensor
 
 from fusible.formulas import math_dtype
 from fusible.kernels.glu import Glu
-from fusible.kernels.grouped.groups import row_groups
 from fusible.kernels.stacking import stacked, write
+from fusible.recipes.blocks import with_zero_tail
 from fusible.recipes.formats import FP8_BLOCK, value_dtype
 
 
@@ -147,7 +147,7 @@ def grouped_glu(
     FP8 operands are those of `grouped_mm`.
     """
     preact = product(x, w, ends, bias, x_scale=x_scale, w_scale=w_scale)
-    out = _without_tail(glu.forward(preact, scales), ends)
+    out = with_zero_tail(glu.forward(preact, scales), ends)
     return preact if save_preact else preact.new_empty(0, preact.shape[1]), out
 
 
@@ -175,15 +175,9 @@ def grouped_dglu(
     dpreact, dscales = glu.backward(d, preact, scales)
     act = glu.forward(preact, scales)
     dscales = (
-        d.new_empty(0, dtype=torch.float32) if dscales is None else _without_tail(dscales, ends)
+        d.new_empty(0, dtype=torch.float32) if dscales is None else with_zero_tail(dscales, ends)
     )
-    return _without_tail(dpreact, ends), _without_tail(act, ends), dscales
-
-
-def _without_tail(t: Tensor, ends: Tensor) -> Tensor:
-    """``t`` with zeros in the rows past the last group."""
-    _, live = row_groups(ends, t.shape[0])
-    return torch.where(live.view(-1, *[1] * (t.dim() - 1)), t, 0)
+    return with_zero_tail(dpreact, ends), with_zero_tail(act, ends), dscales
 
 
 def grouped_wgrad(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fusible.arguments import check_bools
+from fusible.recipes.blocks import group_of_row
 
 _checking = False
 
@@ -71,6 +72,4 @@ def check_alignment(split_sizes: Tensor, alignment: int) -> None:
 
 def row_groups(ends: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """Group of every row (tail rows: the last group), and whether the row is in use; no sync."""
-    row = torch.arange(rows, device=ends.device, dtype=torch.int32)
-    group = torch.searchsorted(ends, row, right=True).clamp_(max=ends.shape[0] - 1)
-    return group, row < ends[-1]
+    return group_of_row(ends, rows), torch.arange(rows, device=ends.device) < ends[-1]

@@ -18,7 +18,7 @@ from fusible.kernels.grouped import portable
 from fusible.kernels.grouped.definitions import dequantized
 from fusible.kernels.grouped.groups import row_groups
 from fusible.kernels.runtime.gpu import sm_of
-from fusible.kernels.stacking import per_group, stacked
+from fusible.kernels.stacking import stacked, write
 
 _ALIGNMENT = 16  # bytes, of strides and pointers, which torch.nn.functional.grouped_mm requires
 
@@ -129,7 +129,5 @@ def grouped_wgrad_(
     dw = grouped_wgrad(dy, x, ends, None, dy_scale, x_scale)
     if dw is NotImplemented:
         return NotImplemented
-    (torch._foreach_add_ if accumulate else torch._foreach_copy_)(
-        list(per_group(out)), dw.unbind(0)
-    )
+    write(out, dw, accumulate)
     return None

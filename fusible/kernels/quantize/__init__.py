@@ -3,7 +3,7 @@
 from fusible.kernels.quantize.cuda import supports_matrix
 from fusible.kernels.quantize.glu_backward import GluGradients, quantize_glu_backward
 from fusible.kernels.quantize.k_major import (
-    KMajor,
+    KMajorOperands,
     ScaledMatrix,
     elements_and_scale,
     quantize_k_major,
@@ -13,7 +13,7 @@ from fusible.kernels.quantize.k_major import (
 
 __all__ = [
     "GluGradients",
-    "KMajor",
+    "KMajorOperands",
     "ScaledMatrix",
     "elements_and_scale",
     "quantize_glu_backward",

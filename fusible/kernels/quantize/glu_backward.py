@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from fusible.kernels.glu import Glu
-from fusible.kernels.grouped.groups import row_groups
 from fusible.kernels.quantize import k_major
 from fusible.kernels.quantize.cuda import supports_matrix
-from fusible.kernels.quantize.k_major import KMajor, KMajorInput
+from fusible.kernels.quantize.k_major import KMajorOperands, RowsToQuantize
 from fusible.kernels.quantize.spec import GluBackwardSpec, QuantizeSpec
 from fusible.kernels.runtime.gpu import PTX_NAMES
 from fusible.kernels.runtime.launch import aligned, launch
 from fusible.library import define
+from fusible.recipes.blocks import with_zero_tail
 from fusible.recipes.formats import FP8_BLOCK, NumberFormat
 
 _THREAD_COLUMNS = 8  # columns of a thread
@@ -43,7 +43,7 @@ class _Inputs(NamedTuple):
 class GluGradients(NamedTuple):
     """The results of the backward of an activation."""
 
-    operands: KMajor
+    operands: KMajorOperands
     """The pre-activation's gradient ``[rows, columns]``, rounded to BF16, then quantized."""
     scales: Tensor
     """``[rows]``, in the dtype of the scales; none without these."""
@@ -90,10 +90,9 @@ def _definition(
     """The definition of the op."""
     dy, preact, scales, ends = given
     dpreact, dscales = glu.backward(dy, preact, scales)
-    _, live = row_groups(ends, len(dy))
-    dpreact = torch.where(live[:, None], dpreact, 0)
-    dscales = preact.new_empty(0) if dscales is None else torch.where(live, dscales, 0)
-    pieces = k_major.definition(KMajorInput(dpreact, ends), fmt, rowwise, columnwise)
+    dpreact = with_zero_tail(dpreact, ends)
+    dscales = preact.new_empty(0) if dscales is None else with_zero_tail(dscales, ends)
+    pieces = k_major.definition(RowsToQuantize(dpreact, ends), fmt, rowwise, columnwise)
     return *pieces, dscales, dpreact if values else dpreact.new_empty(0)
 
 
@@ -102,7 +101,7 @@ def _outputs(
 ) -> _Results:
     """Allocate what the op returns."""
     _, preact, scales, ends = given
-    pieces = k_major.outputs(KMajorInput(preact, ends), fmt, rowwise, columnwise)
+    pieces = k_major.outputs(RowsToQuantize(preact, ends), fmt, rowwise, columnwise)
     dpreact = preact.new_empty(preact.shape if values else (0,))
     dscales = preact.new_empty(0) if scales is None else torch.empty_like(scales)
     return *pieces, dscales, dpreact
@@ -112,7 +111,7 @@ def _cuda(
     given: _Inputs, glu: Glu, fmt: NumberFormat, rowwise: bool, columnwise: bool, values: bool
 ) -> _Results | NotImplementedType:
     dy, preact, scales, ends = given
-    k_major.check(KMajorInput(preact, ends), fmt)
+    k_major.check(RowsToQuantize(preact, ends), fmt)
     stripe = glu.interleave or preact.shape[1] // glu.sides
     fits = (
         dy.dtype == preact.dtype == torch.bfloat16
@@ -129,7 +128,7 @@ def _cuda(
     made = _launch(given, glu, fmt, (False, False), True, amax)
     pieces, dscales, dpreact = made[:5], made[5], made[6]
     if rowwise or columnwise:
-        rounded = KMajorInput(dpreact, ends)
+        rounded = RowsToQuantize(dpreact, ends)
         pieces = k_major.launch_quantize(rounded, fmt, rowwise, columnwise, amax)
     return *pieces, dscales, dpreact if values else preact.new_empty(0)
 
@@ -148,7 +147,7 @@ def _launch(
     """
     dy, preact, scales, ends = given
     rows, columns = preact.shape
-    pieces = k_major.outputs(KMajorInput(preact, ends), fmt, *uses)
+    pieces = k_major.outputs(RowsToQuantize(preact, ends), fmt, *uses)
     dpreact = preact.new_empty(preact.shape if values else (0,))
     stripe = glu.interleave or columns // glu.sides
     paired = glu.sides == 2 and stripe % FP8_BLOCK == 0

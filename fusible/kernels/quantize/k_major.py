@@ -47,14 +47,16 @@ class ScaledMatrix(NamedTuple):
 
     data: Tensor
     scale: Tensor
+    ends: Tensor | None = None
+    """Of a column-wise use of groups: int32 ``[groups]``, end rows of the padded groups."""
 
 
 def elements_and_scale(operand: Tensor | ScaledMatrix) -> tuple[Tensor, Tensor | None]:
     """The elements of an operand of a product, and the scales that FP8 ones have."""
-    return operand if isinstance(operand, ScaledMatrix) else (operand, None)
+    return operand[:2] if isinstance(operand, ScaledMatrix) else (operand, None)
 
 
-class KMajorInput(NamedTuple):
+class RowsToQuantize(NamedTuple):
     """The rows that are quantized; see `quantize_k_major`."""
 
     x: Tensor
@@ -67,7 +69,7 @@ class KMajorInput(NamedTuple):
         return self.x.shape[-2] if self.row_index is None else self.row_index.shape[0]
 
 
-class KMajor(NamedTuple):
+class KMajorOperands(NamedTuple):
     """Operands for products that reduce the columns of ``[rows, columns]``, and the rows.
 
     In blocks of 1x128: ``value[r, k] = data[r, k] * scale[r, k // 128]``, and for the column-wise
@@ -86,8 +88,6 @@ class KMajor(NamedTuple):
     ``padded_size(rows, groups, 128)``. Rows behind a group's end, up to a multiple of 128, are
     zero; what follows the last group's is not written. Of 128x128 blocks and whole matrices:
     contiguous data ``[..., columns, rows]``, scales transposed as well, a view."""
-    padded_ends: Tensor | None
-    """Int32 ``[groups]``, end rows of the padded groups; None without groups."""
 
 
 _L2_BYTES = 8 << 20
@@ -107,7 +107,7 @@ def quantize_k_major(
     columnwise: bool,
     ends: Tensor | None = None,
     index: Tensor | None = None,
-) -> KMajor:
+) -> KMajorOperands:
     """Quantize ``x`` for FP8 products, in one launch where the kernel supports it.
 
     Of 1x128 blocks ``x`` is ``[rows, columns]``, and ``ends`` the end rows of its groups. Rows past
@@ -122,13 +122,13 @@ def quantize_k_major(
 
     Raises what ``quantization.quantize`` raises, and ValueError for other formats or ``index``.
     """
-    pieces = _quantize_op(KMajorInput(x.detach(), ends, index), fmt, rowwise, columnwise)
+    pieces = _quantize_op(RowsToQuantize(x.detach(), ends, index), fmt, rowwise, columnwise)
     return as_operands(pieces, fmt, rowwise, columnwise, ends is not None)
 
 
 def as_operands(
     pieces: KMajorPieces, fmt: NumberFormat, rowwise: bool, columnwise: bool, grouped: bool
-) -> KMajor:
+) -> KMajorOperands:
     """The operands from the tensors of the op."""
     row_data, row_scale, column_data, column_scale, padded_ends = pieces
     row = column = None
@@ -142,10 +142,10 @@ def as_operands(
     if columnwise and _pads_groups(fmt, grouped):
         if fmt.block is None:
             column_scale = column_scale.unsqueeze(-1).expand(-1, column_data.shape[0])
-        column = ScaledMatrix(column_data.t(), column_scale)
+        column = ScaledMatrix(column_data.t(), column_scale, padded_ends if grouped else None)
     elif columnwise:
         column = ScaledMatrix(column_data, row_scale.mT)
-    return KMajor(row, column, padded_ends if grouped else None)
+    return KMajorOperands(row, column)
 
 
 def _for_blocks(scale: Tensor, columns: int) -> Tensor:
@@ -171,7 +171,7 @@ def stored_operand(matrix: QuantizedMatrix, rows_per_scale: int = 1) -> ScaledMa
     return ScaledMatrix(data, scale)
 
 
-def check(given: KMajorInput, fmt: NumberFormat) -> None:
+def check(given: RowsToQuantize, fmt: NumberFormat) -> None:
     """Raise what `quantize_k_major` raises of its arguments."""
     x, ends, index = given
     check_group_ends(x, fmt, ends)
@@ -198,7 +198,7 @@ def check(given: KMajorInput, fmt: NumberFormat) -> None:
 
 
 def definition(
-    given: KMajorInput, fmt: NumberFormat, rowwise: bool, columnwise: bool
+    given: RowsToQuantize, fmt: NumberFormat, rowwise: bool, columnwise: bool
 ) -> KMajorPieces:
     """The definition of the op."""
     check(given, fmt)
@@ -260,7 +260,9 @@ def _transposed_like(data: Tensor) -> Tensor:
     return data.new_empty(*lead, columns, rows)
 
 
-def outputs(given: KMajorInput, fmt: NumberFormat, rowwise: bool, columnwise: bool) -> KMajorPieces:
+def outputs(
+    given: RowsToQuantize, fmt: NumberFormat, rowwise: bool, columnwise: bool
+) -> KMajorPieces:
     """Allocate what the op returns."""
     x, ends, _ = given
     *lead, _, columns = x.shape
@@ -306,7 +308,7 @@ def _kernel(
 
 
 def _cuda(
-    given: KMajorInput, fmt: NumberFormat, rowwise: bool, columnwise: bool
+    given: RowsToQuantize, fmt: NumberFormat, rowwise: bool, columnwise: bool
 ) -> KMajorPieces | NotImplementedType:
     check(given, fmt)
     x, ends, index = given
@@ -320,12 +322,12 @@ def _cuda(
         pass_chunks = chunks_per_pass(*x.shape, x.itemsize)
     if fmt.block is None:
         amax = amax_bits(x, ends, fmt, index=index, pass_chunks=pass_chunks)
-    given = KMajorInput(x, ends, index)
+    given = RowsToQuantize(x, ends, index)
     return launch_quantize(given, fmt, rowwise, columnwise, amax, pass_chunks)
 
 
 def launch_quantize(
-    given: KMajorInput,
+    given: RowsToQuantize,
     fmt: NumberFormat,
     rowwise: bool,
     columnwise: bool,

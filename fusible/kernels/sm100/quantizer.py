@@ -24,7 +24,7 @@ from fusible.kernels.runtime.gpu import capability
 from fusible.kernels.runtime.launch import launch
 from fusible.kernels.sm100.checks import require
 from fusible.kernels.sm100.padding import PaddedGroups, packed_columns, packed_rows
-from fusible.kernels.sm100.spec import PackedQuantizeSpec
+from fusible.kernels.sm100.spec import ROWS, PackedQuantizeSpec
 from fusible.library import define
 from fusible.recipes import quantization
 from fusible.recipes.formats import NumberFormat
@@ -177,12 +177,12 @@ def _cuda(
     if fmt.has_tensor_scale:
         amax = amax_bits(x, ends, fmt) if amax is None else amax.contiguous()
     scale = None if row_scale is None else row_scale.to(torch.float32).contiguous()
-    partial = x.new_empty((size // spec.rows, columns) if spec.sums else 0, dtype=torch.float32)
+    partial = x.new_empty((size // ROWS, columns) if spec.sums else 0, dtype=torch.float32)
     sizes = size, columns, x.stride(0), groups, parts
     tensors = x, scale, amax, ends, padded.ends, *pieces[:5], partial
     launch("sm100.quantize.quantize", (spec,), x.device, *tensors, *sizes)
     if spec.sums:
-        what = spec.rows, sums == torch.float32
+        what = ROWS, sums == torch.float32
         to_sum = partial, ends, padded.ends, pieces[5]
         launch("sm100.quantize.sum_blocks", what, x.device, *to_sum, columns, groups)
     return pieces

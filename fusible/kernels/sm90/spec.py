@@ -185,7 +185,7 @@ class Spec(NamedTuple):
 
     @property
     def skips_empty_groups(self) -> bool:
-        """Whether groups without rows have no tiles: their output stays, or see `fills`."""
+        """Whether groups without rows have no tiles (wgrad)."""
         if self.kind != "wgrad":
             return False
         return self.accumulate or not (self.table or self.out_dtype == "float32")

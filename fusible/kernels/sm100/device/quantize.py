@@ -24,7 +24,7 @@ from fusible.kernels.quantize.device.magnitudes import (
     magnitude,
 )
 from fusible.kernels.quantize.spec import THREADS
-from fusible.kernels.sm100.spec import DTYPE, SLICES, SUMMED, VECTOR, WORDS
+from fusible.kernels.sm100.spec import DTYPE, RESIDENT, ROWS, SLICES, SUMMED, VECTOR, WORDS
 from fusible.recipes.layout import scale_offset
 
 
@@ -127,7 +127,7 @@ def _quantize(
     groups = Groups(ends, placed_ends, count, size)
     out = PackedOut(row_data, row_scales, col_data, col_scales, factors, sums)
     column = ((cta % chunks) * THREADS + thread) * VECTOR
-    tile = _thread_tile(groups, (cta // chunks) * spec.rows, column, columns, spec.rows)
+    tile = _thread_tile(groups, (cta // chunks) * ROWS, column, columns, ROWS)
     outer = None
     if cutlass.const_expr(spec.format.has_tensor_scale):
         if cta == 0:
@@ -163,7 +163,7 @@ def _tensor_scale(amax, parts, group, spec):
 def _quantize_rows(source, tile, outer, out, spec):
     """All that a thread reads and writes of its rows."""
     total, pairs = [Float32(0)] * VECTOR, [[] for _ in range(VECTOR)]
-    for block in range(0, spec.rows, spec.along):
+    for block in range(0, ROWS, spec.along):
         words, factors = _load(source, tile, block, spec), None
         if spec.columnwise:
             factors = _column_factors(words, tile, block, outer, out.col_scales, spec)
@@ -177,7 +177,7 @@ def _quantize_rows(source, tile, outer, out, spec):
             if spec.columnwise:
                 _store_columns(out.col_data, values, factors, tile, r, pairs, spec)
     if spec.sums:
-        offset = Int64(tile.first // spec.rows) * Int64(tile.columns) + Int64(tile.column)
+        offset = Int64(tile.first // ROWS) * Int64(tile.columns) + Int64(tile.column)
         bits.store(out.sums + offset * 4, [bits.to_bits(t) for t in total], tile.inside)
 
 
@@ -251,7 +251,7 @@ def _store_columns(data, values, factors, tile, r, pairs, spec):
             high, low = column.pop(), column.pop()
             byte = numbers.pack_e2m1([low, high], spec.fp4_instruction) << (4 * (r % 8 - 1))
             column.append(byte if r % 8 == 1 else column.pop() | byte)
-    if r == spec.rows - 1:
+    if r == ROWS - 1:
         pitch = Int64(tile.region_end - tile.region) // 2
         start = Int64(tile.region // 2) * Int64(tile.columns) + Int64(tile.first - tile.region) // 2
         for i, words in enumerate(pairs):
@@ -300,8 +300,8 @@ def quantize(
         x, row_scale, amax, ends, placed_ends, row_data, row_scales, col_data, col_scales, factors,
         sums, size, columns, pitch, groups, parts, chunks, spec,
     ).launch(
-        grid=[size // spec.rows * chunks, 1, 1], block=[THREADS, 1, 1], stream=stream,
-        min_blocks_per_mp=spec.resident, preferred_smem_carveout=0,
+        grid=[size // ROWS * chunks, 1, 1], block=[THREADS, 1, 1], stream=stream,
+        min_blocks_per_mp=RESIDENT, preferred_smem_carveout=0,
     )  # fmt: skip
 
 
