@@ -74,9 +74,9 @@ def define(
                     return result
         if unknown := [key for key in kwargs if key not in known]:
             raise TypeError(f"{name} has no argument {', '.join(unknown)}")
-        given = [*args, *[kwargs.get(name, value) for name, value, _ in parameters[len(args) :]]]
+        values = [*args, *[kwargs.get(name, value) for name, value, _ in parameters[len(args) :]]]
         flat: list[Any] = []
-        for struct, arg in zip(structs, given, strict=True):
+        for struct, arg in zip(structs, values, strict=True):
             fields = arg.as_constants() if hasattr(struct, "as_constants") else arg
             flat.extend((fields,) if struct is None else fields)
         return op(*flat)

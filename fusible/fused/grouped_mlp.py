@@ -97,9 +97,9 @@ class GroupedLinearGLU(FusedOperation):
 
     _basic_ops: tuple[GroupedLinear, AnyActivation]
 
-    def fast_path(self, plan: Plan, call: PlanKey) -> LinearGLUFastPath | None:
+    def fast_path(self, plan: Plan, key: PlanKey) -> LinearGLUFastPath | None:
         """A fast path with the unfused backward of both ops."""
-        return LinearGLUFastPath.of(plan, call, *self._basic_ops)
+        return LinearGLUFastPath.of(plan, key, *self._basic_ops)
 
     def forward_impl(self, ctxs: Contexts, x: Tensor, extra: ExtraTensors) -> FusedOutputs:
         """One launch; the pre-activation is stored only if a backward will read it."""
@@ -134,9 +134,9 @@ class GroupedMLP(FusedOperation):
         fc1, _, fc2 = self._basic_ops
         return self.kernels.multiplies(recipe, fc1, fc2)
 
-    def fast_path(self, plan: Plan, call: PlanKey) -> MLPFastPath | None:
+    def fast_path(self, plan: Plan, key: PlanKey) -> MLPFastPath | None:
         """With the library's kernels, as a node of its own."""
-        return MLPFastPath.of(plan, call, *self._basic_ops) if self.kernels is LIBRARY else None
+        return MLPFastPath.of(plan, key, *self._basic_ops) if self.kernels is LIBRARY else None
 
     def forward_impl(self, ctxs: Contexts, x: Tensor, extra: ExtraTensors) -> FusedOutputs:
         """Two launches."""

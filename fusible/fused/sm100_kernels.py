@@ -89,10 +89,10 @@ class Sm100Kernels(GroupedKernels):
             return GroupedOperand(x.row, x.column)
         options: dict[str, Any] = {}
         fmt = _recipe(ctx).format(role)
-        if isinstance(x, operands.Rounded) and fmt is not None and fmt.hadamard:
+        if isinstance(x, operands.UnquantizedRows) and fmt is not None and fmt.hadamard:
             # Short blocks of the groups' own rows are not transformed, so these must be known.
             x = padding.own_rows(x.rows, padded)
-        elif isinstance(x, operands.Rounded):  # whose rows are padded already
+        elif isinstance(x, operands.UnquantizedRows):  # whose rows are padded already
             options["amax"] = x.amax
             x, ends, padded = x.rows, padded.ends, padded._replace(rows=None)
         elif (

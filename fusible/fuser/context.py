@@ -50,7 +50,8 @@ class OperationContext:
             to this op if this op's ``get_grad_output_quantizer`` is ``by_receiver``; None for not
             at all, and for all but the last op that a fused op covers.
         kwargs: in the forward, the keyword arguments for the op (``op_kwargs``).
-        given_shape: of the first op that a user's op replaces, else None.
+        grad_input_shape: of the first op that a user's op replaces, the shape of its input, which
+            the gradient must have; else None.
         unmarked_extra: slots of the extra inputs of a user's op that need gradients, where
             ``requires_grad`` of the tensors could not say so.
         quantizes: whether the recipe quantizes operands of matrix products.
@@ -82,7 +83,7 @@ class OperationContext:
     next_quantizer: Any = None
     output_grad_quantizer: Any = None
     kwargs: dict[str, Any] = _NO_KWARGS
-    given_shape: torch.Size | None = None
+    grad_input_shape: torch.Size | None = None
     unmarked_extra: tuple[int, ...] = ()
     memo: dict[Any, Any]
     kernels: Any = None

@@ -50,13 +50,13 @@ def derived_dtypes(
                     torch.empty((_ROWS, size)[:dims], dtype=dtype, device=device)
                     for dims, dtype in ((2, input_dtype), *[(extra_dims, t) for t in extra_dtypes])
                 ]
-                return _given(op, x, extra, autocast)
+                return _forward_dtypes(op, x, extra, autocast)
         except Exception as error:  # it wants another shape, or values
             logger.debug("%s does not run on fake tensors: %r", type(op).__name__, error)
     return unknown
 
 
-def _given(
+def _forward_dtypes(
     op: Any, x: Tensor, extra: Sequence[Tensor], autocast: torch.dtype | None
 ) -> tuple[torch.dtype | None, ...]:
     """The dtypes of what the op's forward returns."""

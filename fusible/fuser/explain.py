@@ -55,7 +55,7 @@ class Explanation:
     planned: tuple[PlannedRun, ...]
     ends: tuple[str, ...] = ()
     """Modules that ended a run of ops (ordinary ones, those with hooks), a sentence each."""
-    refused: tuple[str, ...] = ()
+    errors: tuple[str, ...] = ()
     """What ops would raise in this call, after the op's place; values of the right shape stand in
     for what they would give."""
 
@@ -93,7 +93,7 @@ class Explanation:
                 named = others if len(others) < 4 else [others[0], "...", others[-1]]
                 lines.append(f"{len(others)} more alike: {'; '.join(named)}")
         lines.extend(self.ends)
-        lines.extend(f"does not run: {error}" for error in self.refused)
+        lines.extend(f"does not run: {error}" for error in self.errors)
         return "\n".join(lines)
 
     def to_svg(self, path: str | Path | None = None) -> str:
@@ -162,7 +162,7 @@ def explain(
         )
     planning.join()
     return Explanation(
-        tuple(planning.planned), tuple(_ends(module)), tuple(planning.refused.values())
+        tuple(planning.planned), tuple(_ends(module)), tuple(planning.errors.values())
     )
 
 
@@ -171,28 +171,28 @@ class _Planning:
 
     Attributes:
         planned: the runs, in the order of the call.
-        refused: what ops would raise, by op.
+        errors: what ops would raise, by op.
         decided: what ops decided, by op.
     """
 
     def __init__(self, module: nn.Module, target: Target | None) -> None:
         self.planned: list[PlannedRun] = []
-        self.refused: dict[Any, str] = {}
+        self.errors: dict[Any, str] = {}
         self.decided: dict[Any, tuple[str, ...]] = {}
         self._module, self._target = module, target
         self._names: dict[Any, str] = {}
         self._hiding: dict[Any, tuple[str, ...]] = {}
         self._partitioned: list[tuple[PlannedRun, Sequence[Part]]] = []
 
-    def schedule_for(self, run: Run, call: PlanKey) -> Schedule:
+    def schedule_for(self, run: Run, key: PlanKey) -> Schedule:
         """The schedule of a run for a call: basic ops whose errors are noted."""
         names = self._names
         if run.ops[0] not in names:  # a stand-in for a module may be made in the call
             names.update(op_names(self._module))
         first, last = names[run.ops[0]], names[run.ops[-1]]
         where = first if first == last else f"{first} to {last}"
-        made = run.plan_for(call, self._target or target_of(call.device))
-        schedule = run.make_schedule(made, call)
+        made = run.plan_for(key, self._target or target_of(key.device))
+        schedule = run.make_schedule(made, key)
         planned = PlannedRun(where, run, made, self.decided)
         if schedule.partition is not None:  # each part of which is planned in its turn
             self._partitioned.append((planned, schedule.partition.parts))
@@ -207,7 +207,7 @@ class _Planning:
         return unfused(schedule, lambda op: partial(self._forward_or_note, op))
 
     def _note(self, op: Any, error: Exception) -> None:
-        self.refused.setdefault(op, f"{self._names[op]} ({type(op).__name__}): {error}")
+        self.errors.setdefault(op, f"{self._names[op]} ({type(op).__name__}): {error}")
 
     def _forward_or_note(
         self, op: Any, contexts: list[OperationContext], x: Tensor, extra_inputs: Any

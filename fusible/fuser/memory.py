@@ -181,14 +181,14 @@ class InputAliasTracker(AliasTracker):
 # --- memory of the caller ------------------------------------------------------------------------
 
 
-class _GivenGrads(threading.local):
+class _ReturnedGrads(threading.local):
     """Gradients that backwards on this thread have returned in the caller's buffers."""
 
     grads: tuple[tuple[int, TensorWeakRef], ...] = ()
     """Each with the graph task that it is of."""
 
 
-_given = _GivenGrads()
+_returned = _ReturnedGrads()
 
 
 def check_buffers(
@@ -231,7 +231,7 @@ def check_grad_input(
     names = ["the output's gradient"] + ["an extra output's gradient"] * (len(grads) - 1)
     reads = [*zip(names, grads, strict=True), *[("a saved tensor", t) for t in saved]]
     task = torch._C._current_graph_task_id()
-    known = [ref() for of_task, ref in _given.grads if of_task == task]
+    known = [ref() for of_task, ref in _returned.grads if of_task == task]
     reads.extend([("the gradient that another op has returned in its buffer", t) for t in known])
     _check_apart("the caller's 'grad_input'", buffer, reads, ops)
 
@@ -248,8 +248,8 @@ def returned_grad(context: OperationContext, grad: Tensor | None, to_leaf: bool)
     grad = grad.detach()  # which none but autograd holds
     if to_leaf:
         context.forward.returned_grad = grad
-    alive = [entry for entry in _given.grads if entry[1]() is not None]
-    _given.grads = (*alive, (torch._C._current_graph_task_id(), TensorWeakRef(grad)))
+    alive = [entry for entry in _returned.grads if entry[1]() is not None]
+    _returned.grads = (*alive, (torch._C._current_graph_task_id(), TensorWeakRef(grad)))
     return grad
 
 

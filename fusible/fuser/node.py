@@ -291,7 +291,7 @@ def _run_backward(
             grad = None
             break
         if grad is None:  # of a user's op, through which nothing flows back
-            grad = grads[0].new_zeros(contexts[stop].forward.given_shape or ())
+            grad = grads[0].new_zeros(contexts[stop].forward.grad_input_shape or ())
         grad_extra = [
             tuple([of_outputs.pop((start + i, k), None) for k in range(count)]) if count else ()
             for i, count in enumerate(step.num_extra_outputs)
@@ -371,7 +371,7 @@ def _as_users_see(
     Autograd records nothing inside a run, so those that earlier ops made do not have it.
     """
     compiling = torch.compiler.is_compiling()
-    contexts[0].given_shape = x.shape  # for its backward
+    contexts[0].grad_input_shape = x.shape  # for its backward
     if compiling and not _COMPILES_REQUIRES_GRAD:
         for of_op, context in zip(inputs, contexts, strict=True):
             context.unmarked_extra = tuple([
@@ -416,7 +416,7 @@ def _check_grads(step: ScheduledStep, returned: Any, contexts: Sequence[Operatio
             f"{step.num_grads[0]} and {step.num_grads[1]}, got {got[0]} and {got[1]}"
         )
     if isinstance(grad, Tensor) and not torch.compiler.is_compiling():
-        shape = contexts[0].forward.given_shape
+        shape = contexts[0].forward.grad_input_shape
         if shape not in (None, grad.shape):
             raise RuntimeError(
                 f"the backward of {name} must return a gradient of the shape of its input, "

@@ -35,17 +35,17 @@ def facts_of_ops(
     ops: Sequence[Any],
     declared: Sequence[dict[str, Any]],
     wiring: Wiring,
-    call: PlanKey,
+    key: PlanKey,
     target: Target,
     grad: Sequence[GradNeeds],
     rules: Sequence[Rule],
 ) -> tuple[OpFacts, ...]:
     """The facts of each op for conditions: what it declares, and its tensors."""
-    inputs = call.facts(target)
+    inputs = key.facts(target)
     device = inputs[0].device
     made: list[OpFacts] = []
     derive = any(True for rule in rules for _ in rule.places(ops))  # else nothing reads them
-    propagated = _infer_dtypes(ops, wiring, call, derive)
+    propagated = _infer_dtypes(ops, wiring, key, derive)
     for i, (op, facts, (given, output)) in enumerate(zip(ops, declared, propagated, strict=True)):
         extra = {}
         for slot, (producer, k) in enumerate(wiring.sources[i]):
@@ -62,33 +62,33 @@ def facts_of_ops(
 
 
 def _infer_dtypes(
-    ops: Sequence[Any], wiring: Wiring, call: PlanKey, derive: bool
+    ops: Sequence[Any], wiring: Wiring, key: PlanKey, derive: bool
 ) -> Iterator[tuple[Dtypes, torch.dtype | None]]:
     """The dtypes of each op's inputs, and of its output; ``derive`` those that no op declares."""
-    dtypes: list[torch.dtype | None] = [dtype for dtype, *_ in call.inputs]
+    dtypes: list[torch.dtype | None] = [dtype for dtype, *_ in key.inputs]
     x, *callers = dtypes
-    params = call.of_params(call.param_dtypes)
+    params = key.of_params(key.param_dtypes)
     made: list[Sequence[torch.dtype | None]] = []
     for op, sources, own in zip(ops, wiring.sources, params, strict=True):
         extra = [callers[k] if p == CALLER else made[p][k] for p, k in sources]
-        given = Dtypes(x, tuple(extra), tuple(own), call.autocast_dtype)
+        given = Dtypes(x, tuple(extra), tuple(own), key.autocast_dtype)
         if declares_dtypes(type(op)):
             x, *outputs = op.output_dtypes(given)
         elif derive:
-            x, *outputs = derived_dtypes(op, x, extra, call.autocast_dtype)
+            x, *outputs = derived_dtypes(op, x, extra, key.autocast_dtype)
         else:
             x, *outputs = (None,) * (1 + op.num_extra_outputs)
         made.append(outputs)
         yield given, x
 
 
-def gradient_needs(ops: Sequence[Any], wiring: Wiring, call: PlanKey) -> tuple[GradNeeds, ...]:
+def gradient_needs(ops: Sequence[Any], wiring: Wiring, key: PlanKey) -> tuple[GradNeeds, ...]:
     """The gradients that each op must compute, from what requires one."""
-    upstream, *callers = [call.grad_enabled and requires for _, _, requires in call.inputs]
+    upstream, *callers = [key.grad_enabled and requires for _, _, requires in key.inputs]
     needs: list[GradNeeds] = []
-    params = call.of_params(call.params_require_grad)
+    params = key.of_params(key.params_require_grad)
     for op, of_op, sources in zip(ops, params, wiring.sources, strict=True):
-        own = op.params_needed(tuple(call.grad_enabled and requires for requires in of_op))
+        own = op.params_needed(tuple(key.grad_enabled and requires for requires in of_op))
         extra = tuple(callers[k] if p == CALLER else needs[p].requires_grad for p, k in sources)
         requires_grad = upstream or any(own) or any(extra)
         needs.append(GradNeeds(requires_grad, upstream, own, extra))

@@ -393,10 +393,12 @@ def _build_op(rule: Rule, bound: dict[str, Any], ops: Sequence[Any]) -> Any:
     return op
 
 
-def _facts_reader(facts: Facts, given: Any, target: Target, grad: Sequence[GradNeeds]) -> FactsOf:
+def _facts_reader(
+    facts: Facts, run_recipe: Any, target: Target, grad: Sequence[GradNeeds]
+) -> FactsOf:
     def facts_of(bound: dict[str, Any], at: int) -> SimpleNamespace:
         count = sum(op is not None for op in bound.values())
-        recipe = None if given is None else given.over(at, at + count)
+        recipe = None if run_recipe is None else run_recipe.over(at, at + count)
         this = SimpleNamespace(
             recipe="none" if recipe is None else recipe.name,
             quantizes=recipe is not None and recipe.quantizes,

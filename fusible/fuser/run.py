@@ -323,8 +323,8 @@ class Run:
         index into a list, whose length would be guarded: each new schedule would recompile all.
         The recipe as :meth:`Recipe.as_constants`, since it takes constants only.
         """
-        given = None if recipe is None else Recipe.from_constants(recipe)
-        key = (self._own_recipe(given), *rest)
+        scope_recipe = None if recipe is None else Recipe.from_constants(recipe)
+        key = (self._own_recipe(scope_recipe), *rest)
         name = _traced_names.get(key)
         if name is None:
             name = f"call{next(_name_numbers)}"
@@ -351,7 +351,7 @@ class Run:
         ]
         return self.wiring, self.require, self._facts, params
 
-    def make_schedule(self, plan: Plan, call: PlanKey) -> Schedule:
+    def make_schedule(self, plan: Plan, key: PlanKey) -> Schedule:
         """A plan of a call with all that its execution looks up."""
         backward = schedule_steps(plan, self.wiring, self.paths, plan.backward_ops, "backward")
         forward = schedule_steps(plan, self.wiring, self.paths, plan.forward_ops, "forward")
@@ -363,10 +363,10 @@ class Run:
             self.wiring,
             forward=forward,
             backward=backward[::-1],
-            dtypes=(*[dtype for dtype, *_ in call.inputs], *call.param_dtypes),
-            params=slices(len(call.inputs), call.param_counts),
+            dtypes=(*[dtype for dtype, *_ in key.inputs], *key.param_dtypes),
+            params=slices(len(key.inputs), key.param_counts),
             kernels=[(f.start, f.op) for f in plan.kernels],
-            fast_path=self._fast_path(plan, call),
+            fast_path=self._fast_path(plan, key),
             writes_inputs=any(op.writes_extra_inputs for op in self.ops),
             writes_grads=any(op.writes_grads for op, _ in plan.backward_ops),
             is_formula=is_formula,
@@ -394,28 +394,28 @@ class Run:
         run.paths = self.paths[ops]
         return {"call": run}, outputs
 
-    def _fast_path(self, plan: Plan, call: PlanKey) -> FastPath | None:
+    def _fast_path(self, plan: Plan, key: PlanKey) -> FastPath | None:
         if self.wiring.public:
             return None
         forward, *others = [op for op, _ in plan.forward_ops]
         backward = tuple([op for op, _ in plan.backward_ops])
         if others or backward not in ((forward,), forward.basic_ops):
             return None
-        return forward.fast_path(plan, call)
+        return forward.fast_path(plan, key)
 
-    def plan_for(self, call: PlanKey, target: Target) -> Plan:
+    def plan_for(self, key: PlanKey, target: Target) -> Plan:
         """The plan of a call on a target. A user's fusion functions run once for all targets."""
-        grad = gradient_needs(self.ops, self.wiring, call)
-        user_key = (call.recipe, grad, call.registry_version)
+        grad = gradient_needs(self.ops, self.wiring, key)
+        user_key = (key.recipe, grad, key.registry_version)
         user = self._user.get(user_key)
         if user is None:
-            user = registry.apply(self.ops, call.recipe)
+            user = registry.apply(self.ops, key.recipe)
             keep(self._user, user_key, user, MOST_PLANS)
         return plan(
             self.ops,
-            facts_of_ops(self.ops, self._facts, self.wiring, call, target, grad, registry.rules),
-            recipe=call.recipe,
-            autocast_dtype=call.autocast_dtype,
+            facts_of_ops(self.ops, self._facts, self.wiring, key, target, grad, registry.rules),
+            recipe=key.recipe,
+            autocast_dtype=key.autocast_dtype,
             target=target,
             rules=registry.rules,
             grad=grad,

@@ -206,8 +206,8 @@ def begin_send_as(
 
     def finish(widths: Sequence[int] = [part.shape[1] for part in parts]) -> Tensor:
         data, scale = (t.contiguous() for t in wait().split(list(widths), dim=1))
-        made = QuantizedMatrix(data.view(elements), scale.view(fmt.scale_dtype), None, fmt)
-        return dequantize_matrix(made, dtype)
+        matrix = QuantizedMatrix(data.view(elements), scale.view(fmt.scale_dtype), None, fmt)
+        return dequantize_matrix(matrix, dtype)
 
     return finish
 
@@ -247,16 +247,16 @@ def scatter_received(
     zero_tail: bool,
 ) -> tuple[Tensor, Tensor]:
     """``moe.scatter_rows`` of tokens that :func:`begin_send_as` gave, the last read of them."""
-    given = row_map, weights, rows, scale
+    arguments = row_map, weights, rows, scale
     if isinstance(x, Tensor):
-        return moe.scatter_rows(x, *given, zero_tail=zero_tail)
-    made: Any = NotImplemented
+        return moe.scatter_rows(x, *arguments, zero_tail=zero_tail)
+    scattered: Any = NotImplemented
     if x.table:
-        made = moe_kernels.scatter_rows(x, *given, zero_tail=zero_tail)
-    if made is NotImplemented:
-        made = moe.scatter_rows(x.copied(), *given, zero_tail=zero_tail)
+        scattered = moe_kernels.scatter_rows(x, *arguments, zero_tail=zero_tail)
+    if scattered is NotImplemented:
+        scattered = moe.scatter_rows(x.copied(), *arguments, zero_tail=zero_tail)
     x.end()
-    return made
+    return scattered
 
 
 def copy_received(x: Tensor | PeerRows) -> Tensor:

@@ -110,9 +110,9 @@ class GroupedFastPath:
     """
 
     @classmethod
-    def of(cls, plan: Plan, call: PlanKey, *ops: Any) -> Self | None:
+    def of(cls, plan: Plan, key: PlanKey, *ops: Any) -> Self | None:
         """The fast path of a plan of ``ops``; None if its calls may need more than the kernels."""
-        (dtype, device, _), *extra = call.inputs
+        (dtype, device, _), *extra = key.inputs
         linears: list[Any] = [op for op in ops if isinstance(op, WeightedOperation)]
         products = [
             grouped.products_by_rows(device, dtype, op.num_groups, op.out_features, op.in_features)
@@ -124,8 +124,8 @@ class GroupedFastPath:
             and all([selected.op is LIBRARY for selected in plan.kernels])
             and len({needs.requires_grad for needs in plan.grad}) == 1
             and None not in products
-            and all([on == device for _, on, _ in call.inputs])
-            and all([of_param == dtype for of_param in call.param_dtypes])
+            and all([on == device for _, on, _ in key.inputs])
+            and all([of_param == dtype for of_param in key.param_dtypes])
             and all([
                 grouped.is_row_scale(of_input)
                 if name == "scales"
@@ -134,12 +134,12 @@ class GroupedFastPath:
             ])
             and not any([op.accumulates_grads or op.split_alignment > 1 for op in linears])
         )  # fmt: skip
-        return cls(call, plan.grad, ops, products) if fits else None
+        return cls(key, plan.grad, ops, products) if fits else None
 
     def __init__(
-        self, call: PlanKey, needs: Sequence[GradNeeds], ops: Sequence[Any], products: Sequence[Any]
+        self, key: PlanKey, needs: Sequence[GradNeeds], ops: Sequence[Any], products: Sequence[Any]
     ) -> None:
-        self._dtype, self._device, _ = call.inputs[0]
+        self._dtype, self._device, _ = key.inputs[0]
         self._linears: list[_Linear] = []
         first_param, first_weight, size = 0, 0, self._dtype.itemsize
         for op, of_op in zip(ops, needs, strict=True):

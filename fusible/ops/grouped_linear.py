@@ -288,9 +288,9 @@ class GroupedLinear(WeightedOperation):
 
     # --- math ------------------------------------------------------------------------------------
 
-    def fast_path(self, plan: Plan, call: PlanKey) -> LinearFastPath | None:
+    def fast_path(self, plan: Plan, key: PlanKey) -> LinearFastPath | None:
         """With the library's kernels, as a node of its own."""
-        return LinearFastPath.of(plan, call, self)
+        return LinearFastPath.of(plan, key, self)
 
     def get_grad_output_quantizer(self) -> Any:
         """See the base class; with a bias this op quantizes, since its gradient sums values."""

@@ -197,7 +197,7 @@ class FusibleOperation(ModuleState, PatchesCounted):
         """Sentences that ``explain`` prints where this op runs on a target, a basic op unfused."""
         return ()
 
-    def fast_path(self, plan: Plan, call: PlanKey) -> FastPath | None:
+    def fast_path(self, plan: Plan, key: PlanKey) -> FastPath | None:
         """A faster path for a plan whose forward is this op alone, or None.
 
         Asked once for each plan. The backward is this op's too, or that of its basic ops.

@@ -119,8 +119,8 @@ def _quantize_op_of(implementation: Implementation) -> Callable[..., Any]:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Data, scale and tensor scale of each use; empty where there is none."""
         _check(x, ends, fmt, key)
-        made = implementation.quantize(x, ends, fmt, Uses(rowwise, columnwise), key)
-        tensors = [t for use in made[:2] for t in (use[:3] if use else (None,) * 3)]
+        operand = implementation.quantize(x, ends, fmt, Uses(rowwise, columnwise), key)
+        tensors = [t for use in operand[:2] for t in (use[:3] if use else (None,) * 3)]
         return tuple([x.new_empty(0) if t is None else as_bytes(t) for t in tensors])  # type: ignore[return-value]
 
     return quantize
@@ -167,8 +167,8 @@ def quantize_matrix(
     magnitudes. One whose blocks have no direction is quantized once, returned for both uses. No
     gradient passes: the op of the quantized product defines it.
     """
-    made = quantize_for(x, fmt, Uses(rowwise, columnwise), ends)
-    return made.row, made.column
+    operand = quantize_for(x, fmt, Uses(rowwise, columnwise), ends)
+    return operand.row, operand.column
 
 
 def quantize_for(

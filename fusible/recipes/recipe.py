@@ -166,8 +166,8 @@ class Recipe:
     def of_constants(cls, values: list[Any]) -> Recipe:
         """Make one of its arguments as ``as_constants`` gives them."""
         names = [f.name for f in fields(cls) if f.compare]
-        made = [Recipe.from_constants(v) if _is_recipe(v) else v for v in values]
-        return cls(**dict(zip(names, made, strict=True)))
+        arguments = [Recipe.from_constants(v) if _is_recipe(v) else v for v in values]
+        return cls(**dict(zip(names, arguments, strict=True)))
 
 
 def _is_recipe(value: Any) -> bool:
@@ -220,12 +220,12 @@ class _Scaling(Recipe):
 
     def __repr__(self) -> str:
         """Name the fields that are not the defaults."""
-        given = [
+        changed = [
             f"{f.name}={getattr(self, f.name)!r}"
             for f in fields(self)
             if getattr(self, f.name) != f.default
         ]
-        return f"{type(self).__name__}({', '.join(given)})"
+        return f"{type(self).__name__}({', '.join(changed)})"
 
     def format(self, role: Role) -> NumberFormat | None:
         """Return the recipe's format, None for a gradient if there is a ``backward_override``."""

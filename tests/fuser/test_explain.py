@@ -392,7 +392,7 @@ def test_features_that_a_recipe_cannot_quantize():
     x = torch.randn(4, 64, requires_grad=True)
     must = "of Linear must be a multiple of 2 for nvfp4"
     with fz.autocast(recipe=NV):
-        first, second = fz.explain(model, x).refused
+        first, second = fz.explain(model, x).errors
         with pytest.raises(ValueError, match=f"in_features {must}, .* got 41") as caught:
             model(x)
     assert first.startswith(
@@ -594,7 +594,7 @@ def test_all_ops_that_refuse_are_listed():
     )
     explained = fz.explain(model, torch.randn(3, 7))
     wrong = [(0, 8, (3, 7)), (2, 5, (3, 8)), (4, 32, (3, 40))]
-    for (at, features, shape), said in zip(wrong, explained.refused, strict=True):
+    for (at, features, shape), said in zip(wrong, explained.errors, strict=True):
         assert said.startswith(f"Sequential.{at} (BasicLinear): input of Linear must have")
         assert f"{features} features" in said
         assert said.endswith(f"got shape {shape}")
@@ -607,6 +607,6 @@ def test_layers_that_do_not_fit_a_recipe_are_listed():
         explained = fz.explain(model, torch.randn(32, 32, requires_grad=True))
         with pytest.raises(ValueError, match="multiple of 2"):
             model(torch.randn(32, 32))
-    refused = [said.partition(" ")[0] for said in explained.refused]
+    refused = [said.partition(" ")[0] for said in explained.errors]
     assert refused == ["Sequential.0", "Sequential.2"]
-    assert all("multiple of 2" in said for said in explained.refused)
+    assert all("multiple of 2" in said for said in explained.errors)

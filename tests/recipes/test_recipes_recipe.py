@@ -510,7 +510,10 @@ def test_a_recipe_that_is_not_here_names_what_serves():
 
 @pytest.mark.parametrize(
     "recipe",
-    [MXFP8BlockScaling(fp8_products=True), ByPass(MXFP8BlockScaling(fp8_products=True), None)],
+    [
+        recipes.MXFP8BlockScaling(fp8_products=True),
+        recipes.ByPass(recipes.MXFP8BlockScaling(fp8_products=True), None),
+    ],
     ids=["mxfp8", "by pass"],
 )
 def test_the_recipe_of_fp8_products_is_made_once(recipe):

@@ -130,11 +130,11 @@ def grouped_mm(
     zero_tail: bool = True,
 ) -> Tensor:
     """`definitions.grouped_mm`, in ``out`` if given."""
-    given = bias, row_scale, transpose_w, x_scale, w_scale
+    options = bias, row_scale, transpose_w, x_scale, w_scale
     if out is None or out.dtype != value_dtype(x.dtype):
-        y = _grouped_mm(x, w, ends, *given, zero_tail=zero_tail)
+        y = _grouped_mm(x, w, ends, *options, zero_tail=zero_tail)
         return y if out is None else out.copy_(y)
-    _grouped_mm_(out, x, w, ends, *given, zero_tail=zero_tail)
+    _grouped_mm_(out, x, w, ends, *options, zero_tail=zero_tail)
     return out
 
 

@@ -59,8 +59,8 @@ def grouped_sum_cuda(
     row_scale = None if row_scale is None else row_scale.contiguous()
     out = dy.new_empty(ends.shape[0], dy.shape[1])
     spec = rows_spec(dy, ends[:, None], row_scale, indexed=index is not None)
-    given = dy, ends, row_scale, index, out, ends.shape[0]
-    launch("moe.bias.group_sums", (spec,), dy.device, *given)
+    arguments = dy, ends, row_scale, index, out, ends.shape[0]
+    launch("moe.bias.group_sums", (spec,), dy.device, *arguments)
     return out
 
 
@@ -74,6 +74,6 @@ def grouped_dots_cuda(
     rows = dy.shape[0] if index is None else index.shape[0]
     out = dy.new_empty(rows, dtype=torch.float32)
     spec = rows_spec(dy, ends[:, None], None, indexed=index is not None)
-    given = dy, ends, bias, index, out, rows, ends.shape[0]
-    launch("moe.bias.group_dots", (spec,), dy.device, *given)
+    arguments = dy, ends, bias, index, out, rows, ends.shape[0]
+    launch("moe.bias.group_dots", (spec,), dy.device, *arguments)
     return out

@@ -78,8 +78,8 @@ def grouped_mm(
     """
     shape = x.shape[0], w[0].shape[-1 if transpose_w else -2]
     y = x.new_empty(shape, dtype=value_dtype(x.dtype))
-    given = bias, row_scale, transpose_w, x_scale, w_scale
-    grouped_mm_(y, x, w, ends, *given, zero_tail=zero_tail)
+    options = bias, row_scale, transpose_w, x_scale, w_scale
+    grouped_mm_(y, x, w, ends, *options, zero_tail=zero_tail)
     return y
 
 

@@ -156,8 +156,8 @@ def grouped_wgrad_(
     x_scale: Tensor | None = None,
 ) -> NotImplementedType | None:
     """`definitions.grouped_wgrad_`, into separate matrices by a copy."""
-    made = grouped_wgrad(dy, x, ends, out[0].dtype, dy_scale, x_scale)
-    if made is NotImplemented:
+    dw = grouped_wgrad(dy, x, ends, out[0].dtype, dy_scale, x_scale)
+    if dw is NotImplemented:
         return NotImplemented
-    write(out, made, accumulate)
+    write(out, dw, accumulate)
     return None

@@ -70,11 +70,11 @@ def permutation(
     fits = ids.dtype in (torch.int64, torch.int32) and num_groups <= MAX_GROUPS
     if not (fits and 0 < choices <= spec.most_choices and runs_kernels(ids.device, _MIN_SM)):
         return NotImplemented
-    made = permutation_outputs(ids, num_groups, capacity)
+    outputs = permutation_outputs(ids, num_groups, capacity)
     most = choices if capacity is None else min(capacity, choices)
-    given = ids.contiguous(), *made, choices, most
-    launch("moe.placement.permutation", (spec,), ids.device, *given)
-    return made
+    arguments = ids.contiguous(), *outputs, choices, most
+    launch("moe.placement.permutation", (spec,), ids.device, *arguments)
+    return outputs
 
 
 def rows_spec(t: Tensor, row_map: Tensor, weights: Tensor | None, **options: Any) -> RowsSpec:
@@ -97,12 +97,12 @@ def row_sources(
     fits = weights.dtype in PTX_NAMES and row_map.numel() < MAX_INDEX
     if not (fits and rows > 0 and runs_kernels(row_map.device, _MIN_SM)):
         return NotImplemented
-    made = sources_outputs(row_map, weights, rows)
+    outputs = sources_outputs(row_map, weights, rows)
     dtype = PTX_NAMES[weights.dtype]
     spec = RowsSpec(dtype, 0, row_map.shape[1], "choice", dtype)
-    given = row_map.contiguous(), weights.contiguous(), *made, row_map.shape[0], rows
-    launch("moe.rows.sources", (spec,), row_map.device, *given)
-    return made
+    arguments = row_map.contiguous(), weights.contiguous(), *outputs, row_map.shape[0], rows
+    launch("moe.rows.sources", (spec,), row_map.device, *arguments)
+    return outputs
 
 
 def scatter_outputs(
@@ -128,13 +128,13 @@ def scatter_rows(
     part, processes = _part(x)
     if rows == 0 or not supports_row_copies(part, row_map, weights):
         return NotImplemented
-    made = scatter_outputs(part, row_map, weights, rows, scale)
+    outputs = scatter_outputs(part, row_map, weights, rows, scale)
     spec = rows_spec(part, row_map, weights, scale=scale, processes=processes)
     address, *place = _place(x)
-    given = address, row_map.contiguous(), _contiguous(weights), *made
+    arguments = address, row_map.contiguous(), _contiguous(weights), *outputs
     sizes = row_map.shape[0], rows, int(zero_tail)
-    launch("moe.rows.scatter", (spec,), part.device, *given, *sizes, *place)
-    return made
+    launch("moe.rows.scatter", (spec,), part.device, *arguments, *sizes, *place)
+    return outputs
 
 
 def permute_outputs(
@@ -176,16 +176,16 @@ def permute_rows(
     """`definitions.permute_rows`, for few tokens."""
     if not permutes_rows(x, weights, ids, num_groups, rows):
         return NotImplemented
-    made = permute_outputs(x, weights, ids, num_groups, capacity, rows, scale)
+    outputs = permute_outputs(x, weights, ids, num_groups, capacity, rows, scale)
     choices = ids.numel()
     most = choices if capacity is None else min(capacity, choices)
     spec = PermuteSpec(
         rows_spec(x, ids, weights, scale=scale), num_groups, ids.dtype == torch.int64
     )
-    given = aligned(x), weights.contiguous(), ids.contiguous(), *made
+    arguments = aligned(x), weights.contiguous(), ids.contiguous(), *outputs
     counts = ids.shape[0], rows, most, int(zero_tail)
-    launch("moe.permuted_rows.permute_rows", (spec,), x.device, *given, *counts)
-    return made
+    launch("moe.permuted_rows.permute_rows", (spec,), x.device, *arguments, *counts)
+    return outputs
 
 
 def gather_outputs(
@@ -219,8 +219,8 @@ def gather_sum(
     spec = rows_spec(rows, row_map, weights, values=of_values, processes=_part(sums)[1])
     inputs = aligned(rows), row_map.contiguous(), _contiguous(weights), _contiguous(values)
     address, *place = _place(sums)
-    given = *inputs, address, picked, row_map.shape[0], *place
-    launch("moe.rows.gather", (spec,), rows.device, *given)
+    arguments = *inputs, address, picked, row_map.shape[0], *place
+    launch("moe.rows.gather", (spec,), rows.device, *arguments)
     return sums, picked
 
 
@@ -248,8 +248,8 @@ def row_dots(rows: Tensor, x: Tensor, row_map: Tensor, by_row: bool) -> Tensor |
         return NotImplemented
     out = dots_output(rows, x, row_map, by_row)
     spec = rows_spec(rows, row_map, out if by_row else None)
-    given = aligned(rows), aligned(x), row_map.contiguous(), out, x.shape[0], rows.shape[0]
-    launch("moe.rows.dots", (spec,), rows.device, *given)
+    arguments = aligned(rows), aligned(x), row_map.contiguous(), out, x.shape[0], rows.shape[0]
+    launch("moe.rows.dots", (spec,), rows.device, *arguments)
     return out
 
 
@@ -280,14 +280,14 @@ def route(
         return NotImplemented
     tokens, experts = logits.shape
     bias = None if expert_bias is None else expert_bias.float().contiguous()
-    made = route_outputs(logits, expert_bias, top_k)
+    outputs = route_outputs(logits, expert_bias, top_k)
     sigmoid, biased = score_function == "sigmoid", bias is not None
     number, kept, summed = groups
     spec = RouteSpec(
         experts, top_k, sigmoid, normalize, scaling_factor, biased, (number, kept, summed)
     )
-    launch("moe.router.route", (spec,), logits.device, logits.contiguous(), bias, *made, tokens)
-    return made
+    launch("moe.router.route", (spec,), logits.device, logits.contiguous(), bias, *outputs, tokens)
+    return outputs
 
 
 def route_backward(
@@ -302,6 +302,6 @@ def route_backward(
     dlogits = torch.empty_like(logits)
     sigmoid = score_function == "sigmoid"
     spec = RouteSpec(logits.shape[1], top_k, sigmoid, normalize, scaling_factor)
-    given = dprobs, logits, ids.contiguous(), dlogits, logits.shape[0]
-    launch("moe.router.route_backward", (spec,), logits.device, *given)
+    arguments = dprobs, logits, ids.contiguous(), dlogits, logits.shape[0]
+    launch("moe.router.route_backward", (spec,), logits.device, *arguments)
     return dlogits

@@ -49,18 +49,18 @@ def _quantize(
     if not (any(uses) and supports_format(fmt) and supports_matrix(x, x.dtype, ends)):
         return quantize_by_formulas(x, ends, fmt, uses, key)
     x = with_aligned_rows(x)
-    made = empty(x, ends, fmt, uses)
+    operand = empty(x, ends, fmt, uses)
     spec = QuantizeSpec(fmt, PTX_NAMES[x.dtype], ends is not None, has_int64_ends(ends), *uses)
     amax = None
     if spec.has_matrix_scales:
         amax = amax_bits(x, ends, fmt, uses.rowwise, uses.columnwise)
-    row, column, *values = made
+    row, column, *values = operand
     tensors = *(row or _NO_TENSORS)[:3], *(column or _NO_TENSORS)[:3], *values
     col_blocks = 0 if column is None else column.scale.numel() // x.shape[-1]
     key = None if key is None or not fmt.stochastic else key.contiguous()
-    given = x, ends, amax, key, *tensors, *sizes_of(x, ends), col_blocks
-    launch("quantize.quantize.quantize", (spec,), x.device, *given)
-    return made
+    arguments = x, ends, amax, key, *tensors, *sizes_of(x, ends), col_blocks
+    launch("quantize.quantize.quantize", (spec,), x.device, *arguments)
+    return operand
 
 
 _NO_TENSORS = None, None, None
@@ -88,8 +88,8 @@ def amax_bits(
         spec = spec._replace(k_major=True, gathered=True)
     sizes = sizes_of(x, ends, index)
     amax = x.new_zeros(*(2,) * fmt.hadamard, sizes.groups, dtype=torch.int32)
-    given = x, ends, index, amax, *sizes, pass_chunks
-    launch("quantize.quantize.amax", (spec,), x.device, *given)
+    arguments = x, ends, index, amax, *sizes, pass_chunks
+    launch("quantize.quantize.amax", (spec,), x.device, *arguments)
     return amax
 
 
@@ -139,8 +139,8 @@ def _dequantize(matrix: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
     out = data.new_empty(*lead, rows, columns, dtype=dtype)
     groups = data.shape[:-2].numel() if ends is None else ends.shape[0]
     spec = DequantizeSpec(fmt, PTX_NAMES[dtype], ends is not None, has_int64_ends(ends), columnwise)
-    given = data, scale, tensor_scale, ends, out, out.numel() // columns, columns, groups, rows
-    launch("quantize.dequantize.dequantize", (spec,), data.device, *given)
+    arguments = data, scale, tensor_scale, ends, out, out.numel() // columns, columns, groups, rows
+    launch("quantize.dequantize.dequantize", (spec,), data.device, *arguments)
     return out
 
 

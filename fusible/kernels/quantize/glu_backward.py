@@ -78,17 +78,17 @@ def quantize_glu_backward(
             f"pre-activation of shape {tuple(preact.shape)}, got {tuple(dy.shape)} and {of_scales}"
         )
     uses = rowwise, columnwise
-    made = _op(_Inputs(dy, preact, scales, ends), glu, fmt, *uses, values)
-    operands = k_major.as_operands(made[:5], fmt, *uses, True)
-    return GluGradients(operands, made[5], made[6] if values else None)
+    results = _op(_Inputs(dy, preact, scales, ends), glu, fmt, *uses, values)
+    operands = k_major.as_operands(results[:5], fmt, *uses, True)
+    return GluGradients(operands, results[5], results[6] if values else None)
 
 
 @torch.no_grad()
 def _definition(
-    given: _Inputs, glu: Glu, fmt: NumberFormat, rowwise: bool, columnwise: bool, values: bool
+    inputs: _Inputs, glu: Glu, fmt: NumberFormat, rowwise: bool, columnwise: bool, values: bool
 ) -> _Results:
     """The definition of the op."""
-    dy, preact, scales, ends = given
+    dy, preact, scales, ends = inputs
     dpreact, dscales = glu.backward(dy, preact, scales)
     dpreact = with_zero_tail(dpreact, ends)
     dscales = preact.new_empty(0) if dscales is None else with_zero_tail(dscales, ends)
@@ -97,10 +97,10 @@ def _definition(
 
 
 def _outputs(
-    given: _Inputs, glu: Glu, fmt: NumberFormat, rowwise: bool, columnwise: bool, values: bool
+    inputs: _Inputs, glu: Glu, fmt: NumberFormat, rowwise: bool, columnwise: bool, values: bool
 ) -> _Results:
     """Allocate what the op returns."""
-    _, preact, scales, ends = given
+    _, preact, scales, ends = inputs
     pieces = k_major.outputs(RowsToQuantize(preact, ends), fmt, rowwise, columnwise)
     dpreact = preact.new_empty(preact.shape if values else (0,))
     dscales = preact.new_empty(0) if scales is None else torch.empty_like(scales)
@@ -108,9 +108,9 @@ def _outputs(
 
 
 def _cuda(
-    given: _Inputs, glu: Glu, fmt: NumberFormat, rowwise: bool, columnwise: bool, values: bool
+    inputs: _Inputs, glu: Glu, fmt: NumberFormat, rowwise: bool, columnwise: bool, values: bool
 ) -> _Results | NotImplementedType:
-    dy, preact, scales, ends = given
+    dy, preact, scales, ends = inputs
     k_major.check(RowsToQuantize(preact, ends), fmt)
     stripe = glu.interleave or preact.shape[1] // glu.sides
     fits = (
@@ -121,12 +121,12 @@ def _cuda(
     )
     if not fits:
         return NotImplemented
-    given = _Inputs(aligned(dy), aligned(preact), scales, ends)
+    inputs = _Inputs(aligned(dy), aligned(preact), scales, ends)
     if fmt.block is not None:
-        return _launch(given, glu, fmt, (rowwise, columnwise), values)
+        return _launch(inputs, glu, fmt, (rowwise, columnwise), values)
     amax = preact.new_zeros(len(ends), dtype=torch.int32)
-    made = _launch(given, glu, fmt, (False, False), True, amax)
-    pieces, dscales, dpreact = made[:5], made[5], made[6]
+    results = _launch(inputs, glu, fmt, (False, False), True, amax)
+    pieces, dscales, dpreact = results[:5], results[5], results[6]
     if rowwise or columnwise:
         rounded = RowsToQuantize(dpreact, ends)
         pieces = k_major.launch_quantize(rounded, fmt, rowwise, columnwise, amax)
@@ -134,7 +134,7 @@ def _cuda(
 
 
 def _launch(
-    given: _Inputs,
+    inputs: _Inputs,
     glu: Glu,
     fmt: NumberFormat,
     uses: tuple[bool, bool],
@@ -145,7 +145,7 @@ def _launch(
 
     ``uses`` are whether it quantizes row-wise and column-wise.
     """
-    dy, preact, scales, ends = given
+    dy, preact, scales, ends = inputs
     rows, columns = preact.shape
     pieces = k_major.outputs(RowsToQuantize(preact, ends), fmt, *uses)
     dpreact = preact.new_empty(preact.shape if values else (0,))

@@ -171,9 +171,9 @@ def stored_operand(matrix: QuantizedMatrix, rows_per_scale: int = 1) -> ScaledMa
     return ScaledMatrix(data, scale)
 
 
-def check(given: RowsToQuantize, fmt: NumberFormat) -> None:
+def check(source: RowsToQuantize, fmt: NumberFormat) -> None:
     """Raise what `quantize_k_major` raises of its arguments."""
-    x, ends, index = given
+    x, ends, index = source
     check_group_ends(x, fmt, ends)
     check_input(x, fmt)
     blocks = *BLOCKS, None
@@ -198,12 +198,12 @@ def check(given: RowsToQuantize, fmt: NumberFormat) -> None:
 
 
 def definition(
-    given: RowsToQuantize, fmt: NumberFormat, rowwise: bool, columnwise: bool
+    source: RowsToQuantize, fmt: NumberFormat, rowwise: bool, columnwise: bool
 ) -> KMajorPieces:
     """The definition of the op."""
-    check(given, fmt)
-    x, ends, index = given
-    nothing = outputs(given, fmt, False, False)
+    check(source, fmt)
+    x, ends, index = source
+    nothing = outputs(source, fmt, False, False)
     x = gather_rows(x, index, ends)
     row_data, row_scale, column_data, column_scale, padded_ends = nothing
     if ends is not None:
@@ -261,12 +261,12 @@ def _transposed_like(data: Tensor) -> Tensor:
 
 
 def outputs(
-    given: RowsToQuantize, fmt: NumberFormat, rowwise: bool, columnwise: bool
+    source: RowsToQuantize, fmt: NumberFormat, rowwise: bool, columnwise: bool
 ) -> KMajorPieces:
     """Allocate what the op returns."""
-    x, ends, _ = given
+    x, ends, _ = source
     *lead, _, columns = x.shape
-    rows = given.rows
+    rows = source.rows
     blocks = (columns + FP8_BLOCK - 1) // FP8_BLOCK
     size, nothing = rows, (0,)
     row_scale: Sequence[int] = (*lead, (rows + FP8_BLOCK - 1) // FP8_BLOCK, blocks)
@@ -308,10 +308,10 @@ def _kernel(
 
 
 def _cuda(
-    given: RowsToQuantize, fmt: NumberFormat, rowwise: bool, columnwise: bool
+    source: RowsToQuantize, fmt: NumberFormat, rowwise: bool, columnwise: bool
 ) -> KMajorPieces | NotImplementedType:
-    check(given, fmt)
-    x, ends, index = given
+    check(source, fmt)
+    x, ends, index = source
     fills_stores = _pads_groups(fmt, ends is not None) or x.shape[-2] % PIECE_ROWS == 0
     some = (rowwise or columnwise) and (index is None or index.numel() > 0)
     if not (some and fills_stores and supports_matrix(x, x.dtype, ends)):
@@ -322,12 +322,12 @@ def _cuda(
         pass_chunks = chunks_per_pass(*x.shape, x.itemsize)
     if fmt.block is None:
         amax = amax_bits(x, ends, fmt, index=index, pass_chunks=pass_chunks)
-    given = RowsToQuantize(x, ends, index)
-    return launch_quantize(given, fmt, rowwise, columnwise, amax, pass_chunks)
+    source = RowsToQuantize(x, ends, index)
+    return launch_quantize(source, fmt, rowwise, columnwise, amax, pass_chunks)
 
 
 def launch_quantize(
-    given: RowsToQuantize,
+    source: RowsToQuantize,
     fmt: NumberFormat,
     rowwise: bool,
     columnwise: bool,
@@ -335,8 +335,8 @@ def launch_quantize(
     pass_chunks: int = 0,
 ) -> KMajorPieces:
     """The kernel, by `amax_bits` in a format of whole matrices."""
-    x, ends, index = given
-    pieces = outputs(given, fmt, rowwise, columnwise)
+    x, ends, index = source
+    pieces = outputs(source, fmt, rowwise, columnwise)
     ends_dtype = None if ends is None else ends.dtype
     constants = _kernel(fmt, x.dtype, ends_dtype, rowwise, columnwise, index is not None)
     more = *sizes_of(x, ends, index), pieces[2].shape[-1], pass_chunks

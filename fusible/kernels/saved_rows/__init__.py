@@ -88,13 +88,13 @@ def restore_rows(
 
     All bits of a copy that did not fit are set, which is NaN in every floating-point format.
     """
-    made = _restored(memory, ends, copy, copies, shape, dtype)
+    restored = _restored(memory, ends, copy, copies, shape, dtype)
     _, parts, capacity = _numbers(memory, copies)
-    units = made.view(torch.uint8).view(-1, UNIT)
+    units = restored.view(torch.uint8).view(-1, UNIT)
     place, inside, stop = _places(memory, len(units), len(units) // shape[0], ends, copy, copies)
-    found = torch.where(stop <= capacity, parts[place], 255)
-    units.copy_(torch.where(inside[:, None], found, 0))
-    return made
+    copied = torch.where(stop <= capacity, parts[place], 255)
+    units.copy_(torch.where(inside[:, None], copied, 0))
+    return restored
 
 
 def _restored(
@@ -145,9 +145,9 @@ def _restore_on_cuda(
 ) -> Tensor | NotImplementedType:
     if not (_fits(memory) and ends.dtype == torch.int32 and ends.is_contiguous()):
         return NotImplemented
-    made = _restored(memory, ends, copy, copies, shape, dtype)
-    _launch("restore", memory, made, ends, copy, copies)
-    return made
+    restored = _restored(memory, ends, copy, copies, shape, dtype)
+    _launch("restore", memory, restored, ends, copy, copies)
+    return restored
 
 
 save = define(save_rows, None, [_save_on_cuda])

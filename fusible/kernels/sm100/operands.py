@@ -27,7 +27,7 @@ from fusible.recipes.matrix import Operand, OperandData, QuantizedMatrix
 from fusible.recipes.product import is_quantized
 
 
-class Rounded(NamedTuple):
+class UnquantizedRows(NamedTuple):
     """BF16 rows that a kernel wrote, to be quantized where a recipe says so."""
 
     rows: Tensor
@@ -154,7 +154,7 @@ def glu(
     *,
     bias: Tensor | None,
     glu: Glu,
-) -> tuple[Tensor, Operand | Rounded]:
+) -> tuple[Tensor, Operand | UnquantizedRows]:
     """The first linear with the activation: BF16 ``c``, and ``d`` of the second linear's operand.
 
     ``c = x @ w[e].T + bias[e]`` and ``d = glu(c) * prob``, gate and linear features alternating in
@@ -173,9 +173,9 @@ def _written(
     column: Tensor,
     column_scales: Tensor,
     amax: Tensor,
-) -> Operand | Rounded:
+) -> Operand | UnquantizedRows:
     if d.dtype != FP8:
-        return Rounded(d, amax if amax.dim() == 2 else None)
+        return UnquantizedRows(d, amax if amax.dim() == 2 else None)
     assert fmt is not None
     return Operand(
         QuantizedMatrix(d, scales, None, fmt),
@@ -196,7 +196,7 @@ def dglu(
     *,
     bias: bool,
     glu: Glu,
-) -> tuple[Operand | Rounded, Tensor, Tensor]:
+) -> tuple[Operand | UnquantizedRows, Tensor, Tensor]:
     """Gradients of ``c``, of ``prob`` (of the rows without padding) and of the bias ``[E, N]``.
 
     From ``dy @ w[e]`` and the arguments and results of `glu`. The gradient of ``c`` has the form of

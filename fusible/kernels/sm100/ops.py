@@ -227,7 +227,7 @@ def _dgrad_flops(x: Tensor, x_scales: Any, w: Sequence[Tensor], *_: Any) -> int:
 # --- what the kernels write of an activation, and of its gradient ---------------------------------
 
 
-class _Activated(NamedTuple):
+class _KernelOutputs(NamedTuple):
     """Elements and packed scales for both uses; empty where a kernel writes none."""
 
     d: Tensor
@@ -238,27 +238,27 @@ class _Activated(NamedTuple):
     """FP32 ``[groups, parts]`` of BF16 elements, before they were rounded."""
 
 
-def _activated(out: Any, x: Tensor, row: str, column: str) -> _Activated:
+def _activated(out: Any, x: Tensor, row: str, column: str) -> _KernelOutputs:
     """Outputs of a kernel, named ``row`` and ``column``, scales as the next kernel reads them."""
     if x.dtype != FP8:
         amax = out["amax_tensor"]
         return _wide(out[row], None if amax is None else amax.flatten(1))
     scales = out["sfd_row_tensor"].reshape(-1)
     column_scales = out["sfd_col_tensor"].reshape(_column_scales(*out[row].shape))
-    return _Activated(out[row], scales, out[column], column_scales, _nothing(x))
+    return _KernelOutputs(out[row], scales, out[column], column_scales, _nothing(x))
 
 
-def _wide(d: Tensor, amax: Tensor | None) -> _Activated:
+def _wide(d: Tensor, amax: Tensor | None) -> _KernelOutputs:
     """BF16 elements, of which nothing is quantized."""
     scales, column, column_scales, none = (_nothing(d) for _ in range(4))
-    return _Activated(d, scales, column, column_scales, none if amax is None else amax)
+    return _KernelOutputs(d, scales, column, column_scales, none if amax is None else amax)
 
 
 def _nothing(x: Tensor) -> Tensor:
     return x.new_empty(0, dtype=torch.float32)
 
 
-def _unwritten(x: Tensor, columns: int, groups: int, parts: int) -> _Activated:
+def _unwritten(x: Tensor, columns: int, groups: int, parts: int) -> _KernelOutputs:
     """Outputs of a kernel with operand ``x``, not written; ``amax`` is that of no rows."""
     rows = x.shape[0]
     if x.dtype != FP8:
@@ -271,7 +271,7 @@ def _unwritten(x: Tensor, columns: int, groups: int, parts: int) -> _Activated:
         x.new_empty(shape, dtype=torch.float8_e8m0fnu)
         for shape in (-(-rows // 128) * -(-columns // 128) * 512, _column_scales(rows, columns))
     )
-    return _Activated(d, scales, column, column_scales, _nothing(x))
+    return _KernelOutputs(d, scales, column, column_scales, _nothing(x))
 
 
 def _column_scales(rows: int, columns: int) -> tuple[int, int]:

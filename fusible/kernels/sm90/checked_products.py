@@ -184,10 +184,10 @@ def grouped_mm(
     zero_tail: bool = True,
 ) -> Tensor | NotImplementedType:
     """`definitions.grouped_mm`, in ``out`` if given."""
-    found = _operands("x", x, w, ends, transpose_w, x_scale, w_scale)
-    if found is None:
+    operands = _operands("x", x, w, ends, transpose_w, x_scale, w_scale)
+    if operands is None:
         return NotImplemented
-    x, pitch, w, (groups, *features), address, table, products, scales, _ = found
+    x, pitch, w, (groups, *features), address, table, products, scales, _ = operands
     shape, dtype = (x.shape[0], features[transpose_w]), products.value_dtype
     if bias is not None:
         check_tensor("bias", bias, (groups, shape[1]), dtype, x.device)
@@ -207,8 +207,8 @@ def grouped_mm_(
     out: Tensor, x: Tensor, *rest: Any, zero_tail: bool = True
 ) -> NotImplementedType | None:
     """`definitions.grouped_mm_`."""
-    made = grouped_mm(x, *rest, out=out, zero_tail=zero_tail)
-    return None if made is not NotImplemented else NotImplemented
+    result = grouped_mm(x, *rest, out=out, zero_tail=zero_tail)
+    return None if result is not NotImplemented else NotImplemented
 
 
 def grouped_glu(
@@ -225,12 +225,12 @@ def grouped_glu(
     zero_tail: bool = True,
 ) -> tuple[Tensor, Tensor] | NotImplementedType:
     """`definitions.grouped_glu`."""
-    found = _operands("x", x, w, ends, False, x_scale, w_scale)
+    operands = _operands("x", x, w, ends, False, x_scale, w_scale)
     in_halves = x_scale is not None and glu.interleave == 0 and glu.activation in GATED
     unit = limits.FP8_GLU_UNIT if in_halves else limits.MULTIPLE_OF
-    if found is None or not limits.supports_activation(*glu[:2], found.shape[1], unit):
+    if operands is None or not limits.supports_activation(*glu[:2], operands.shape[1], unit):
         return NotImplemented
-    x, pitch, w, shape, address, table, products, operand_scales, _ = found
+    x, pitch, w, shape, address, table, products, operand_scales, _ = operands
     scales = None if scales is None else as_vector("scales", scales, x)
     if bias is not None:
         check_tensor("bias", bias, shape[:2], products.value_dtype, x.device)
@@ -252,10 +252,10 @@ def grouped_dglu(
     zero_tail: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor] | NotImplementedType:
     """`definitions.grouped_dglu`."""
-    found = _operands("dy", dy, w, ends, True, None, None)
-    if found is None:
+    operands = _operands("dy", dy, w, ends, True, None, None)
+    if operands is None:
         return NotImplemented
-    dy, pitch, w, shape, address, table, products, *_ = found
+    dy, pitch, w, shape, address, table, products, *_ = operands
     row = ACTIVATIONS.get(glu.activation)
     columns = 0 if row is None else row.sides * shape[2]
     if not limits.supports_activation(*glu[:2], columns):
@@ -281,16 +281,16 @@ def grouped_wgrad(
     groups, nominal = ends.shape[0], value_dtype(x.dtype)
     dtype = out_dtype or nominal
     if dtype == nominal and x.shape[0]:
-        found = _gradient_operands(dy, x, ends, groups, dy_scale, x_scale)
-        if found is None:
+        operands = _gradient_operands(dy, x, ends, groups, dy_scale, x_scale)
+        if operands is None:
             return NotImplemented
-        dy, x, products, pitches, scales, _ = found
+        dy, x, products, pitches, scales, _ = operands
         # Without `out` there is a result.
         return products.wgrad(dy, x, ends, pitches=pitches, operand_scales=scales)  # type: ignore[return-value]
     shape = groups, dy.shape[1], x.shape[1]
     out = x.new_empty(shape, dtype=dtype if dtype == nominal else torch.float32)
-    made = grouped_wgrad_([out], dy, x, ends, False, dy_scale, x_scale)
-    return out.to(dtype) if made is not NotImplemented else made
+    result = grouped_wgrad_([out], dy, x, ends, False, dy_scale, x_scale)
+    return out.to(dtype) if result is not NotImplemented else result
 
 
 class _GradientOperands(NamedTuple):
@@ -362,11 +362,11 @@ def grouped_wgrad_(
 ) -> NotImplementedType | None:
     """`definitions.grouped_wgrad_`."""
     groups = out[0].shape[0] if len(out) == 1 and out[0].dim() == 3 else len(out)
-    found = _gradient_operands(dy, x, ends, groups, dy_scale, x_scale)
-    if found is None:
+    operands = _gradient_operands(dy, x, ends, groups, dy_scale, x_scale)
+    if operands is None:
         return NotImplemented
-    given = dy, x, ends
-    dy, x, products, pitches, scales, _ = found
+    original = dy, x, ends
+    dy, x, products, pitches, scales, _ = operands
     grads, shape = matrices_of(out), (dy.shape[1], x.shape[1])
     if grads is None or out[0].device != x.device:
         check_matrices("out", out, x)
@@ -376,8 +376,8 @@ def grouped_wgrad_(
         for one in () if accumulate else out:
             one.zero_()
     elif grads is None or not _is_writable(grads, out[0].dtype, products.value_dtype):
-        made = grouped_wgrad(*given, torch.float32, dy_scale, x_scale)
-        write(out, made, accumulate)
+        result = grouped_wgrad(*original, torch.float32, dy_scale, x_scale)
+        write(out, result, accumulate)
     else:
         products.wgrad(dy, x, ends, grads, out[0].dtype, accumulate, pitches, scales)
     return None

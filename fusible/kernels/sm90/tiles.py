@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 from fusible.kernels.sm90.spec import Tile
 
 _SMALL = Tile(128, 128, True, 1, 2)
-_DRAWN = _SMALL._replace(dynamic=True)
-_BAND = Tile(128, 128, True, 2, 1, dynamic=True)
+_SMALL_DYNAMIC = _SMALL._replace(dynamic=True)
+_TWO_ROWS = Tile(128, 128, True, 2, 1, dynamic=True)
 _WIDE = Tile(128, 192, True, 1, 2, dynamic=True)
-_WIDE_BAND = Tile(128, 192, True, 2, 1, dynamic=True)
+_WIDE_TWO_ROWS = Tile(128, 192, True, 2, 1, dynamic=True)
 _TALL = Tile(192, 128, True, 1, 2, dynamic=True)
 _LOW = Tile(64, 64, True, 1, 1), Tile(64, 128, True, 1, 1), Tile(64, 128, True, 1, 2)
 _LARGE = tuple(
@@ -43,10 +43,10 @@ TILES: dict[str, dict[Tile, Cost]] = {
         _LOW[1]: Cost(263, 1390, 3350),
         _LOW[2]: Cost(292, 1140, 4280),
         _SMALL: Cost(392, 817, 3580),
-        _DRAWN: Cost(357, 235, 7220),
-        _BAND: Cost(295, 1200, 2830),
+        _SMALL_DYNAMIC: Cost(357, 235, 7220),
+        _TWO_ROWS: Cost(295, 1200, 2830),
         _WIDE: Cost(489, 1750, 2240),
-        _WIDE_BAND: Cost(385, 2310, 1320),
+        _WIDE_TWO_ROWS: Cost(385, 2310, 1320),
         _TALL: Cost(359, 2230, 5880),
         _LARGE[0]: Cost(662, 2550, 1790),
         _LARGE[1]: Cost(453, 5600, 1190),
@@ -57,10 +57,10 @@ TILES: dict[str, dict[Tile, Cost]] = {
         _LOW[2]: Cost(202, 4080, 2960),
         Tile(64, 256, True, 1, 2, dynamic=True): Cost(484, 4990, 1450),
         _SMALL: Cost(347, 2300, 1600),
-        _DRAWN: Cost(318, 751, 3470),
-        _BAND: Cost(322, 1610, 1730),
+        _SMALL_DYNAMIC: Cost(318, 751, 3470),
+        _TWO_ROWS: Cost(322, 1610, 1730),
         _WIDE: Cost(487, 2720, 1400),
-        _WIDE_BAND: Cost(420, 1560, 1120),
+        _WIDE_TWO_ROWS: Cost(420, 1560, 1120),
         _TALL._replace(dynamic=False): Cost(413, 5270, 2960),
         _TALL: Cost(386, 4490, 5150),
         _LARGE[0]: Cost(619, 4330, 1370),
@@ -72,19 +72,19 @@ TILES: dict[str, dict[Tile, Cost]] = {
         Tile(64, 128, True, 1, 2, ahead=5): Cost(279, 3640, 1530),
         Tile(64, 128, True, 1, 2, dynamic=True, ahead=5): Cost(239, 3650, 1590),
         _SMALL._replace(ahead=5): Cost(368, 3950, 850),
-        _DRAWN: Cost(351, 4580, 1560),
-        _DRAWN._replace(ahead=5): Cost(290, 4220, 1970),
-        _BAND: Cost(334, 1850, 6950),
-        _BAND._replace(ahead=5): Cost(307, 4510, 1880),
+        _SMALL_DYNAMIC: Cost(351, 4580, 1560),
+        _SMALL_DYNAMIC._replace(ahead=5): Cost(290, 4220, 1970),
+        _TWO_ROWS: Cost(334, 1850, 6950),
+        _TWO_ROWS._replace(ahead=5): Cost(307, 4510, 1880),
         _WIDE._replace(ahead=2): Cost(500, 7020, 1540),
-        _WIDE_BAND._replace(ahead=2): Cost(374, 7770, 598),
+        _WIDE_TWO_ROWS._replace(ahead=2): Cost(374, 7770, 598),
     },
     "wgrad": {
-        _DRAWN: Cost(329, 483, 2980),
-        _BAND: Cost(359, 445, 1440),
+        _SMALL_DYNAMIC: Cost(329, 483, 2980),
+        _TWO_ROWS: Cost(359, 445, 1440),
         _TALL: Cost(467, 914, 6850),
         _WIDE: Cost(464, 913, 905),
-        _WIDE_BAND: Cost(459, 858, 7010),
+        _WIDE_TWO_ROWS: Cost(459, 858, 7010),
         _LARGE[0]: Cost(660, 1280, 1510),
         _LARGE[1]: Cost(609, 1680, 1250),
         _LARGE[2]: Cost(653, 1350, 1510),
@@ -93,7 +93,7 @@ TILES: dict[str, dict[Tile, Cost]] = {
 }
 # Activations that are not gated take the time of gated ones.
 _GLU, _DGLU = TILES["glu"], TILES["dglu"]
-TILES["act"] = {tile: _GLU[tile] for tile in (_LOW[0], _LOW[2], _SMALL, _DRAWN, _BAND)}
+TILES["act"] = {tile: _GLU[tile] for tile in (_LOW[0], _LOW[2], _SMALL, _SMALL_DYNAMIC, _TWO_ROWS)}
 TILES["dact"] = {
     Tile(64, 64, True, 1, 1, ahead=4): Cost(185, 2270, 1520),
     **{
@@ -101,17 +101,17 @@ TILES["dact"] = {
         for tile in (
             Tile(64, 128, True, 1, 2, ahead=5),
             _SMALL._replace(ahead=5),
-            _DRAWN,
-            _BAND,
+            _SMALL_DYNAMIC,
+            _TWO_ROWS,
         )
     },
 }
 # Of FP8 operands.
 FP8_TILES = {
-    "store": (_SMALL, _DRAWN, _BAND),
-    "glu": (_SMALL, _DRAWN, _BAND),
-    "act": (_SMALL, _DRAWN, _BAND),
-    "wgrad": (_DRAWN, _BAND),
+    "store": (_SMALL, _SMALL_DYNAMIC, _TWO_ROWS),
+    "glu": (_SMALL, _SMALL_DYNAMIC, _TWO_ROWS),
+    "act": (_SMALL, _SMALL_DYNAMIC, _TWO_ROWS),
+    "wgrad": (_SMALL_DYNAMIC, _TWO_ROWS),
 }
 
 

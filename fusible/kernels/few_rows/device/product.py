@@ -469,20 +469,20 @@ def _multiply_rows(
     )
     sums.fill(0.0)
     nans.fill(0)
-    given = weights, x_rows, words, scales, sums, nans, along, spec
+    operands = weights, x_rows, words, scales, sums, nans, along, spec
     if const_expr(spec.row_tiles == 1):
-        _multiply(*given, 1)
+        _multiply(*operands, 1)
     elif const_expr(spec.row_tiles == 2):
         if count <= MMA_ROWS:
-            _multiply(*given, 1)
+            _multiply(*operands, 1)
         else:
-            _multiply(*given, 2)
+            _multiply(*operands, 2)
     elif count <= MMA_ROWS:
-        _multiply(*given, 1)
+        _multiply(*operands, 1)
     elif count <= 2 * MMA_ROWS:
-        _multiply(*given, 2)
+        _multiply(*operands, 2)
     else:
-        _multiply(*given, 4)
+        _multiply(*operands, 4)
 
 
 @cute.jit
