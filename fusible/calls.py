@@ -1,8 +1,12 @@
 """How calls arrive: traced, transformed, through PyTorch's dispatcher, or directly."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch._guards import active_fake_mode
+from torch.autograd import forward_ad
 
 
 def is_traced() -> bool:
@@ -22,11 +26,12 @@ def depend_on_values(*sizes: object) -> bool:
 
 
 def is_intercepted() -> bool:
-    """Whether something else sees calls: `is_traced`, or a transform of ``torch.func``."""
+    """Whether something else sees calls: `is_traced`, ``torch.func``, or forward-mode autograd."""
     return (
         torch.compiler.is_dynamo_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
     )
 
 
@@ -43,6 +48,27 @@ def capturing() -> bool:
 def may_cache() -> bool:
     """Whether what an operation gives now may be kept for later calls: not traced or captured."""
     return not (torch.compiler.is_compiling() or capturing() or is_fake())
+
+
+def refuse_derivatives(name: str, arguments: Sequence[Any]) -> None:
+    """Raise RuntimeError if autograd would go through the op ``name``, in reverse or forward mode.
+
+    PyTorch would take the derivative for zero.
+    """
+    every = [t for a in arguments for t in (a if isinstance(a, list | tuple) else (a,))]
+    floating = [t for t in every if isinstance(t, Tensor) and t.is_floating_point()]
+    if torch.is_grad_enabled() and any([t.requires_grad for t in floating]):
+        raise RuntimeError(
+            f"inputs of {name} must not require gradients, since it has no derivative; call it in "
+            "forward_impl and backward_impl of an op, or under torch.no_grad()"
+        )
+    if forward_ad._current_level < 0:
+        return
+    if any([forward_ad.unpack_dual(t).tangent is not None for t in floating]):
+        raise RuntimeError(
+            f"inputs of {name} must have no tangents (torch.func.jvp, torch.autograd.forward_ad), "
+            "since it has no forward-mode derivative; use reverse mode"
+        )
 
 
 def is_direct(x: object) -> bool:

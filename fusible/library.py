@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
 import torch
 from torch import Tensor
 
-from fusible.calls import is_direct
+from fusible.calls import is_direct, refuse_derivatives
 from fusible.flops import Formula, count_flops
 
 P = ParamSpec("P")
@@ -79,6 +79,8 @@ def define(
         for struct, arg in zip(structs, values, strict=True):
             fields = arg.as_constants() if hasattr(struct, "as_constants") else arg
             flat.extend((fields,) if struct is None else fields)
+        if not torch.compiler.is_compiling():
+            refuse_derivatives(name, flat)
         return op(*flat)
 
     _library.define(_schema(name, parameters, types["return"]), tags=tuple(tags))

@@ -12,6 +12,7 @@ from fusible.formulas import cast
 from fusible.fused.grouped_mlp import MLP_CONDITIONS, AnyActivation, GroupedMLP
 from fusible.fused.kernel_selection import SM90_FP8_ROW, SM90_ROW
 from fusible.fuser.conditions import equal, this
+from fusible.fuser.context import OperationContext
 from fusible.fuser.rules import rule
 from fusible.kernels import moe
 from fusible.ops import Combine, Dispatch, FusedOperation, GroupedLinear
@@ -88,7 +89,7 @@ class MoEExperts(FusedOperation):
         y = combine.forward_impl(last, y, *given[4])
         if gathers:
             last.save_for_backward(rows.index)
-        elif first.requires_grad and dispatch.recompute_rows and not kernels.gathers:
+        elif first.requires_grad and _recomputes_rows(dispatch, kernels, middle[0]):
             assert isinstance(choices.x, Tensor)
             middle[0].save_for_backward(choices.x, *middle[0].to_save[1:])
         return y, [outputs, (), (), (), ()]
@@ -136,7 +137,7 @@ class MoEExperts(FusedOperation):
         finish = dispatch.begin_backward(first, drows, None, dmoved, None)
         del drows
         x = second.saved.x
-        if dispatch.recompute_rows and not kernels.gathers:
+        if _recomputes_rows(dispatch, kernels, middle[0]):
             probs = others[1] if dispatch.scale_input else None
             given = last.num_rows, dispatch.scale_input
             x, _ = moe.scatter_rows(x, row_map, probs, *given, zero_tail=first.zero_tail)
@@ -145,6 +146,13 @@ class MoEExperts(FusedOperation):
         dx, *extra0 = finish()
         params = [(), params1, (), second.params, ()]
         return dx, params, [extra0, extra1, second.dscales, second.extra, of_combine]
+
+
+def _recomputes_rows(
+    dispatch: Dispatch, kernels: GroupedKernels, fc1_ctx: OperationContext
+) -> bool:
+    """Whether the backward copies tokens to rows again, for the first linear's weight gradient."""
+    return dispatch.recompute_rows and not kernels.gathers and fc1_ctx.needs.params[0]
 
 
 _IN_HIGH_PRECISION = replace(

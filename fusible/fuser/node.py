@@ -312,6 +312,8 @@ def _run_backward(
         if aliases is not None and (step.is_users or step.op.keeps_grads):
             aliases.retain(tree_leaves((grad, grad_extra, returned)))
         grad, of_params[start:stop], step_extra = returned
+        if step.cast_from is not None and grad is not None:
+            grad = grad.to(step.cast_from)
         _accumulate_extra_grads(step, own, step_extra, of_outputs, of_inputs)
         if step.reads:
             _begin_sending(step, contexts, of_outputs)

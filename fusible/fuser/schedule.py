@@ -47,6 +47,9 @@ class ScheduledStep(NamedTuple):
     """
     derived: torch.dtype | None
     """The output's dtype, where a plan goes by one that the op does not declare."""
+    cast_from: torch.dtype | None
+    """Under a recipe, the dtype of an input from another op that this one casts: its gradient is
+    cast back before it is quantized, as where the ops run one by one."""
     label: str
     """The op and its place, as profilers show it."""
     overlap: Overlap | None = None
@@ -191,6 +194,7 @@ def schedule_steps(
                 _quantizers(plan, wiring, start, stop),
                 not (uses_impl and is_ours(type(op))),
                 _derived(plan, stop),
+                _cast_from(plan, start) if start else None,
                 f"fusible::{type(op).__name__}{_place(paths, start, stop)}",
             )
         )
@@ -230,6 +234,15 @@ def _derived(plan: Plan, stop: int) -> torch.dtype | None:
     return None if name == UNKNOWN else getattr(torch, name)
 
 
+def _cast_from(plan: Plan, at: int) -> torch.dtype | None:
+    """The dtype from which op ``at`` casts its input, under a recipe and if it is known."""
+    facts = plan.facts[at]
+    dtypes = facts.input.dtype, facts.dtype
+    if plan.recipe is None or UNKNOWN in dtypes or dtypes[0] == dtypes[1]:
+        return None
+    return getattr(torch, facts.input.dtype)
+
+
 def unfused(schedule: Schedule, wrap: Callable[[Any], Callable[..., Any]]) -> Schedule:
     """A schedule that runs the basic ops one by one.
 
@@ -266,12 +279,16 @@ def _quantizers(plan: Plan, wiring: Wiring, start: int, stop: int) -> tuple[Any,
             made.by_receiver = True
         return made
 
-    before = quantizer(start - 1, "grad_output") if start else quantizer(0, "grad_input")
+    before = quantizer(0, "grad_input")
+    if start:
+        before = None if _cast_from(plan, start) else quantizer(start - 1, "grad_output")
     if stop == len(ops):
         after = quantizer(stop - 1, "output")
         if hasattr(after, "placed"):  # a user's op may have one of another class
             after = after.placed(wiring.sources[-1])
         return before, after, None
+    if _cast_from(plan, stop):  # the op quantizes its input, and the one before the gradient
+        return before, None, None
     return before, quantizer(stop, "input"), quantizer(stop, "grad_input")
 
 

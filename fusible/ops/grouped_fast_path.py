@@ -55,6 +55,14 @@ class _Linear:
             (shape[:2], 0) if op.single_grouped_bias else (shape[1:2], rows * size)
         )
 
+    def saved_input(self, x: Tensor) -> Tensor | None:
+        """The input, if its backward reads it."""
+        return x if self.needs.params[0] else None
+
+    def kept_weights(self, params: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """The weights, if its backward reads them."""
+        return params[self.weights] if self.needs.input else (None,) * self.op.num_weights
+
     def saved_bias(self, params: Sequence[Tensor]) -> Tensor | None:
         """The biases ``[groups, rows]`` for `scale_grads`, None if nothing needs them."""
         if not (self.op.scale_bias and self.needs.extra_inputs[1]):
@@ -202,20 +210,25 @@ class GroupedFastPath:
         ]
 
     def _backward_products(
-        self, matrices: Sequence[tuple[Tensor, int]], weights: Sequence[Tensor]
+        self, dy: Tensor, matrices: Sequence[tuple[Tensor | None, int]], weights: Sequence[Any]
     ) -> Products:
-        """The products of each linear for the rows of a backward, each with its features."""
-        rows = matrices[0][0].shape[0]
+        """The products of each linear for a backward, whose rows each have so many features.
+
+        Matrices and weights that were not saved are None.
+        """
+        rows = dy.shape[0]
         dense: list[grouped.DenseOperand] = [
-            ((t,), (rows, features), 0) for t, features in matrices
+            ((t,), (rows, features), 0) for t, features in matrices if t is not None
         ]
-        for linear in self._linears:
-            dense.append((weights[linear.saved_weights], *linear.weight_layout))
+        of_linears = [weights[linear.saved_weights] for linear in self._linears]
+        for linear, own in zip(self._linears, of_linears, strict=True):
+            if own[0] is not None:
+                dense.append((own, *linear.weight_layout))
         if not self._call_fits(dense):
-            return [(_LIBRARY_PRODUCTS, weights[linear.saved_weights]) for linear in self._linears]
+            return [(_LIBRARY_PRODUCTS, own) for own in of_linears]
         return [
-            (linear.products(rows), weights[linear.saved_weights.start].data_ptr())
-            for linear in self._linears
+            (linear.products(rows), 0 if own[0] is None else own[0].data_ptr())
+            for linear, own in zip(self._linears, of_linears, strict=True)
         ]
 
 
@@ -229,14 +242,15 @@ class LinearFastPath(GroupedFastPath):
         row_scale = operands[self._row_scale] if self._row_scale else None
         ends = products.ends(split_sizes, x.shape[0])
         y = products.forward(x, w, ends, bias, row_scale)
-        return y, (x, ends, row_scale, linear.saved_bias(params), *params[linear.weights])
+        saved = linear.saved_input(x), ends, row_scale, linear.saved_bias(params)
+        return y, (*saved, *linear.kept_weights(params))
 
     def backward(self, saved: Sequence[Tensor], grad_output: Tensor, held: bool) -> Grads:
         """The gradients of the operands."""
         x, ends, row_scale, bias, *weights = saved
         (linear,), dy = self._linears, grad_output
         rows = (dy, linear.op.out_features), (x, self._features)
-        ((products, w),) = self._backward_products(rows, weights)
+        ((products, w),) = self._backward_products(dy, rows, weights)
         dx = products.dgrad(dy, w, ends) if linear.needs.input else None
         dscales = () if row_scale is None else linear.scale_grads(dy, ends, row_scale, bias)
         return dx, None, *dscales, *linear.param_grads(products, dy, x, ends, row_scale)
@@ -256,7 +270,8 @@ class LinearGLUFastPath(GroupedFastPath):
         ends = products.ends(split_sizes, x.shape[0])
         save_preact = linear.needs.requires_grad
         preact, out = products.glu(x, w, ends, scales, self._glu, bias, save_preact)
-        return out, (x, ends, scales, preact, *params[linear.weights])
+        saved = linear.saved_input(x), ends, scales, preact
+        return out, (*saved, *linear.kept_weights(params))
 
     def backward(self, saved: Sequence[Tensor], grad_output: Tensor, held: bool) -> Grads:
         """The gradients of the operands."""
@@ -267,7 +282,7 @@ class LinearGLUFastPath(GroupedFastPath):
         else:
             dy, dscales = in_pieces(self._act.grads, grad_output, preact, scales)
         rows = (dy, features), (x, self._features)
-        ((products, w),) = self._backward_products(rows, weights)
+        ((products, w),) = self._backward_products(dy, rows, weights)
         dx = products.dgrad(dy, w, ends) if linear.needs.input else None
         of_scales = () if scales is None else (dscales,)
         return dx, None, *of_scales, *linear.param_grads(products, dy, x, ends)
@@ -287,15 +302,15 @@ class MLPFastPath(GroupedFastPath):
         save_preact = fc2.needs.requires_grad
         preact, hidden = first.glu(x, w1, ends, scales, self._glu, bias1, save_preact)
         y = second.forward(hidden, w2, ends, bias2, row_scale)
-        weights = *params[fc1.weights], *params[fc2.weights]
-        return y, (x, ends, scales, preact, row_scale, fc2.saved_bias(params), *weights)
+        saved = fc1.saved_input(x), ends, scales, preact, row_scale, fc2.saved_bias(params)
+        return y, (*saved, *fc1.kept_weights(params), *fc2.kept_weights(params))
 
     def backward(self, saved: Sequence[Tensor], grad_output: Tensor, held: bool) -> Grads:
         """The gradients of the operands."""
         x, ends, scales, preact, row_scale, bias2, *weights = saved
         (fc1, fc2), dy = self._linears, grad_output
         rows = (dy, fc2.op.out_features), (x, self._features), (preact, fc1.op.out_features)
-        (first, w1), (second, w2) = self._backward_products(rows, weights)
+        (first, w1), (second, w2) = self._backward_products(dy, rows, weights)
         dpreact, hidden, dscales = second.dglu(
             dy, w2, ends, preact, scales, self._glu, overwrite=not (held or keeps_graph())
         )

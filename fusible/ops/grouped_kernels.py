@@ -172,7 +172,7 @@ class GroupedKernels:
     def saved_rows(self, ctx: OperationContext, column: Any) -> Saved:
         """The tensors to save of an input: its `GroupedOperand.column`, or None to save none."""
         if not ctx.quantizes:
-            return (column,)
+            return (column if ctx.needs.params[0] else None,)
         return (
             (None,) * TENSORS_PER_OPERAND
             if column is None
@@ -221,9 +221,9 @@ class GroupedKernels:
 
     def saved_weights(self, ctx: OperationContext, weights: Any) -> Saved:
         """The tensors to save of the weights, the second result of `weights`."""
-        if not ctx.quantizes:
-            return tuple(weights)
         dgrad = ctx.needs.input
+        if not ctx.quantizes:
+            return tuple(weights) if dgrad else (None,) * len(weights)
         return tuple([t for w in weights for t in w.saved(needed=dgrad)])
 
     def restored_weights(self, ctx: OperationContext, saved: Sequence[Any]) -> Any:

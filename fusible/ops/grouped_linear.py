@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from fusible.ops.grouped_kernels import (
 from fusible.ops.inputs import (
     check_features,
     check_row_scales,
+    check_shape,
     check_sizes,
     on_device_of,
     product_dtype,
@@ -371,6 +372,7 @@ class GroupedLinear(WeightedOperation):
 
         Sets ``ctx.dtype``, that of the product, and ``ctx.column_major``.
         """
+        self._check_shapes(ctx.parameters)
         weight = ctx.parameters[0]
         ctx.dtype = product_dtype(ctx, input_, weight, "GroupedLinear")
         ctx.column_major = is_column_major(weight)
@@ -378,6 +380,18 @@ class GroupedLinear(WeightedOperation):
             return None
         check_row_scales(scales, input_, "GroupedLinear")
         return scales.reshape(-1).contiguous()  # type: ignore[union-attr]
+
+    def _check_shapes(self, parameters: Sequence[Tensor]) -> None:
+        weight, groups = (self.out_features, self.in_features), self.num_groups
+        shapes: list[tuple[int, ...]] = (
+            [(groups, *weight)] if self.single_grouped_weight else [weight] * groups
+        )
+        if self.has_bias:
+            bias = weight[:1]
+            shapes += [(groups, *bias)] if self.single_grouped_bias else [bias] * groups
+        for i, (parameter, shape) in enumerate(zip(parameters, shapes, strict=True)):
+            if parameter.shape != shape:
+                check_shape(self.own_parameter_names()[i], parameter, shape, "GroupedLinear")
 
     def stacked_bias(self, ctx: OperationContext, dtype: torch.dtype) -> Tensor | None:
         """See :class:`WeightedOperation`; contiguous."""

@@ -27,7 +27,13 @@ from fusible.ops.collectives import (
 )
 from fusible.ops.grouped_kernels import LinearCall, kernels_of
 from fusible.ops.hooks import HOOKS, patches, why_called
-from fusible.ops.inputs import check_device, check_features, check_sizes, product_dtype
+from fusible.ops.inputs import (
+    check_device,
+    check_features,
+    check_shape,
+    check_sizes,
+    product_dtype,
+)
 from fusible.ops.matrices import matrix, restore_leading_dims
 from fusible.ops.op import BasicOperation, FusedOperation, Grads, OpGrads
 from fusible.ops.state import State
@@ -138,19 +144,21 @@ class BasicLinear(WeightedOperation):
         return restore_leading_dims(y, input_)
 
     def operands(self, ctx: OperationContext, input_: Tensor) -> tuple[Tensor, Tensor]:
-        """The checked input and weight in the product's dtype, saved as the backward expects.
+        """The checked input and weight in the product's dtype, saved if the backward reads them.
 
         Without a recipe; quantized ones are dequantized.
         """
         self._check(ctx, input_)
         weight = cast(values(ctx.parameters[0]), ctx.dtype)
         x = cast(values(input_), ctx.dtype)
-        ctx.save_for_backward(x, weight)
+        needs = ctx.needs
+        ctx.save_for_backward(x if needs.params[0] else None, weight if needs.input else None)
         return x, weight
 
     def _check(self, ctx: OperationContext, input_: Tensor) -> None:
         op_name = "BasicLinear" if self._holder is None else "Linear"
         check_features(input_, self.in_features, op_name)
+        check_shape("weight", ctx.parameters[0], (self.out_features, self.in_features), op_name)
         ctx.dtype = product_dtype(ctx, input_, ctx.parameters[0], op_name)
 
     def backward_impl(self, ctx: OperationContext, grad_output: Tensor) -> OpGrads:
@@ -256,6 +264,7 @@ class Bias(BasicOperation):
         """``x + bias`` in the dtype of ``x``."""
         check_features(input_, self.size, "Bias")
         (bias,) = ctx.parameters
+        check_shape("bias", bias, (self.size,), "Bias")
         check_device(input_, bias, "Bias")
         return apply_quantizer(values(input_) + cast(bias, input_.dtype), ctx.next_quantizer)
 

@@ -19,6 +19,7 @@ from fusible.ops.inputs import (
     check_device,
     check_dtype,
     check_features,
+    check_shape,
     check_sizes,
 )
 from fusible.ops.op import BasicOperation, Grads, OpGrads
@@ -177,6 +178,11 @@ class TopKRouter(BasicOperation):
             self.expert_bias = before.to(self.expert_bias.device)  # type: ignore[union-attr]
         return self
 
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        if self.expert_bias is not None:  # with assign=True that of the state dict
+            self.expert_bias = self.expert_bias.float()
+
     @torch.no_grad()
     def update_expert_bias(
         self, split_sizes: Tensor, rate: float = 1e-3, *, process_group: Any = None
@@ -233,7 +239,8 @@ class TopKRouter(BasicOperation):
             self.scaling_factor,
             [self.num_groups, self.top_groups, self.group_top],
         )
-        ctx.save_for_backward(x, weight, logits, ids)
+        of_weight, of_input = ctx.needs.params[0], ctx.needs.input
+        ctx.save_for_backward(x if of_weight else None, weight if of_input else None, logits, ids)
         losses = [loss(logits, ids) for loss in self._losses()]
         shape = (*input_.shape[:-1], self.top_k)
         return input_, probs.view(shape), ids.view(shape), *losses
@@ -242,6 +249,7 @@ class TopKRouter(BasicOperation):
         """Tokens ``[T, hidden_size]`` and the weight, in the dtype of the product."""
         weight = ctx.parameters[0]
         check_features(x, self.hidden_size, "TopKRouter")
+        check_shape("weight", weight, (self.num_experts, self.hidden_size), "TopKRouter")
         check_device(x, weight, "TopKRouter")
         check_dtype(x, "input", "TopKRouter")
         ctx.dtype = _product_dtype(x.dtype, weight.dtype, ctx.autocast_dtype)

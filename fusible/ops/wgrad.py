@@ -63,6 +63,7 @@ def grouped_gradient(
 ) -> WeightGradient:
     """``dy[rows of e].T @ x[rows of e]`` for each group e, by the library's grouped product.
 
+    ``x`` may be None as that of `dense_gradient`.
     In the memory order of ``out``, or else of the weight: for a ``column_major`` one (a transposed
     row-major tensor) ``x.T @ dy`` is computed and transposed.
     """
@@ -89,11 +90,16 @@ def is_column_major(t: Tensor) -> bool:
     return t.stride(-2) == 1 and t.stride(-1) > 1
 
 
-def dense_gradient(dy: Tensor, x: Tensor, scale: float = 1.0) -> WeightGradient:
-    """``scale * dy.T @ x`` over all rows of dy ``[..., N]`` and x ``[..., K]``."""
-    dy, x = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+def dense_gradient(dy: Tensor, x: Tensor | None, scale: float = 1.0) -> WeightGradient:
+    """``scale * dy.T @ x`` over all rows of dy ``[..., N]`` and x ``[..., K]``.
+
+    ``x`` may be None, as it is saved, where the gradient will not be computed.
+    """
+    dy = dy.reshape(-1, dy.shape[-1])
+    x = None if x is None else x.reshape(-1, x.shape[-1])
 
     def gradient(out: Sequence[Tensor] | None, accumulate: bool) -> Tensor | None:
+        assert x is not None
         if out is None and scale == 1.0:
             return dy.t() @ x
         if out is None:
@@ -103,7 +109,7 @@ def dense_gradient(dy: Tensor, x: Tensor, scale: float = 1.0) -> WeightGradient:
         buffer.add_(dw, alpha=scale) if accumulate else buffer.copy_(dw).mul_(scale)
         return None
 
-    return WeightGradient(gradient, (dy, x))
+    return WeightGradient(gradient, (dy,) if x is None else (dy, x))
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusible as fz
 from fusible import recipes
+from fusible.testing import assume_target
 
 SIZES = (3, 0, 4, 1)
 
@@ -470,3 +471,105 @@ def test_backward_in_another_thread():
     thread.start()
     thread.join()
     assert_exact(ref.take_grads(*tensors_of(mlp, inputs)), exact)
+
+
+def frozen_mlp():
+    mlp = biased_mlp().requires_grad_(False)
+    x, splits, scales = [t.detach() for t in ref.grouped_mlp_inputs(SIZES, dtype=torch.float64)]
+    return x, lambda x: mlp(x, splits, scales.double(), splits)
+
+
+# PyTorch's forward-mode autograd scripts functions at its first use.
+scripts = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+
+
+@scripts
+def test_forward_mode_through_library_ops_is_refused():
+    """Where nothing needs a gradient; the tangent would be zero."""
+    x, call = frozen_mlp()
+    match = r"inputs of \w+ must have no tangents .* reverse mode"
+    with pytest.raises(RuntimeError, match=match):
+        torch.func.jvp(call, (x,), (torch.ones_like(x),))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.raises(RuntimeError, match=match):
+            call(dual)
+
+
+@scripts
+def test_forward_mode_beside_library_ops():
+    """Of tensors that they do not read, and through ops that are PyTorch's own operations."""
+    x, call = frozen_mlp()
+    y, tangent = torch.func.jvp(lambda t: t * call(x), (x,), (torch.ones_like(x),))
+    torch.testing.assert_close((y, tangent), (x * call(x), call(x)))
+    linear = fz.Linear(8, 4, dtype=torch.float64).requires_grad_(False)
+    t = torch.randn(3, 8, dtype=torch.float64)
+    _, tangent = torch.func.jvp(linear, (t,), (torch.ones_like(t),))
+    torch.testing.assert_close(tangent, torch.ones_like(t) @ linear.weight.T)
+
+
+def saved_sizes(call):
+    """The elements of the tensors that a call saves, and its outputs."""
+    sizes = []
+
+    def pack(t):
+        sizes.append(t.numel())
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        call()
+    return sizes
+
+
+SPLITS = torch.tensor([20, 0, 30, 14])
+LINEARS = {
+    "Linear": (lambda: fz.Linear(24, 40), ()),
+    "GroupedLinear": (lambda: fz.GroupedLinear(4, 24, 40), (SPLITS,)),
+    "single": (lambda: fz.GroupedLinear(4, 24, 40, single_grouped_weight=True), (SPLITS,)),
+    "router": (lambda: fz.TopKRouter(24, 40, 2), ()),
+}
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize(("make", "extra"), LINEARS.values(), ids=LINEARS)
+def test_a_linear_saves_what_its_backward_reads(make, extra, frozen):
+    """With frozen weights no input, for an input without gradient no weight, as torch.nn."""
+    op = make().requires_grad_(not frozen)
+    x = torch.randn(64, 24, requires_grad=frozen)
+    weights = [p for p in op.parameters() if p.dim() > 1]
+    sizes = saved_sizes(lambda: op(x, *extra))
+    assert (x.numel() in sizes) == (not frozen)
+    assert (weights[0].numel() in sizes) == frozen
+    y = op(x, *extra)
+    y = y[1] if isinstance(y, tuple) else y
+    with torch.no_grad():  # of what is not saved, before the backward
+        for changed in [x.detach()] if frozen else weights:
+            changed.mul_(0)
+    y.sum().backward()
+    assert x.grad is not None if frozen else all(w.grad is not None for w in weights)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("machine", ["cpu", "sm90"])
+def test_gradients_of_an_input_through_frozen_experts(machine, recompute):
+    """Those of the same experts with weights that train, and less is saved."""
+    torch.manual_seed(0)
+    kind = {"dtype": torch.bfloat16, "bias": False}
+    module = fz.Sequential(
+        fz.TopKRouter(64, 4, 2, dtype=torch.bfloat16),
+        fz.Dispatch(4, recompute_rows=recompute),
+        fz.GroupedLinear(4, 64, 64, **kind),
+        fz.ScaledSwiGLU(),
+        fz.GroupedLinear(4, 32, 64, **kind),
+        fz.Combine(),
+    )
+    x = torch.randn(96, 64, dtype=torch.bfloat16, requires_grad=True)
+    with assume_target(machine):
+        grads, sizes = [], []
+        for trains in (True, False):
+            module[2].requires_grad_(trains)
+            sizes.append(sum(saved_sizes(lambda: module(x))))
+            grads.append(torch.autograd.grad(module(x).float().square().sum(), x)[0])
+    assert torch.equal(*grads)
+    rows = x.shape[0] if recompute else 2 * x.shape[0]
+    assert sizes[0] - sizes[1] >= rows * 64

@@ -709,3 +709,26 @@ def test_no_kernels_are_selected_for_a_formula(own_fusions):
     assert "op must have a forward by hand, which runs on ctx.kernels, got Cubed" in text
     with pytest.raises(fz.NotFused, match="Cubed, which is a formula alone"):
         fz.Sequential(Cubed(), require=["for_cubed"])(x)
+
+
+class GroupedFormula(extend.BasicOperation):
+    """A formula of a library op, which autograd cannot follow."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(2, 8, 8))
+
+    def formula(self, x, weight):
+        return extend.grouped_mm(x, [weight], torch.tensor([3, 5], dtype=torch.int32))
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_formula_of_library_ops_is_refused_where_it_needs_gradients(alone):
+    op = GroupedFormula()
+    module = op if alone else fz.Sequential(fz.Linear(8, 8), op)
+    with pytest.raises(RuntimeError, match="inputs of grouped_mm must not require gradients"):
+        module(torch.randn(5, 8))
+    x = torch.randn(5, 8)
+    with torch.no_grad():
+        y = op(x)
+    torch.testing.assert_close(y, torch.cat([x[:3] @ op.weight[0].T, x[3:] @ op.weight[1].T]))

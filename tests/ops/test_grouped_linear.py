@@ -224,3 +224,32 @@ def test_splits_on_the_host_while_a_graph_is_captured(groups, monkeypatch):
         )
         with scope, fz.autocast(enabled=groups is not None, recipe=recipe):
             module(x, *given)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("which", ["weight", "bias"])
+def test_a_replaced_parameter_of_another_shape(form, which):
+    """Refused in every call, whatever the plan: numbers came out of it, of other rows."""
+    op, sizes = grouped_linear(**form), torch.tensor(SIZES)
+    op(torch.randn(ROWS, 8), sizes)
+    name = which if form[f"single_grouped_{which}"] else f"{which}2"
+    shape = tuple(getattr(op, name).shape)
+    for other in ((shape[0] + 2, *shape[1:]), (*shape[:-1], shape[-1] + 8), (*shape[:-1], 1)):
+        setattr(op, name, nn.Parameter(torch.ones(other)))
+        with pytest.raises(ValueError, match=rf"{name} of GroupedLinear must have shape .*, got"):
+            op(torch.randn(ROWS, 8), sizes)
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "shape"),
+    [
+        (fz.BasicLinear(8, 4), "weight", (6, 8)),
+        (fz.Bias(8), "bias", (1,)),
+        (fz.TopKRouter(8, 4, 2), "weight", (6, 8)),
+    ],
+    ids=lambda of: type(of).__name__ if isinstance(of, nn.Module) else None,
+)
+def test_so_of_other_ops(op, name, shape):
+    setattr(op, name, nn.Parameter(torch.ones(shape)))
+    with pytest.raises(ValueError, match=rf"{name} of \w+ must have shape .*, got"):
+        op(torch.randn(3, 8))

@@ -829,3 +829,18 @@ def test_refused_calls_of_the_router():
         router.update_expert_bias(torch.ones(EXPERTS + 1))
     with pytest.raises(ValueError, match=r"a tensor of shape \(6,\).* got list"):
         router.update_expert_bias([1] * EXPERTS)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_the_bias_for_balance_stays_fp32_when_it_is_loaded(assign):
+    """In BF16 a step of 0.001 would be lost."""
+    router = fz.TopKRouter(HIDDEN, 4, 2, expert_bias=True)
+    state = {name: t.bfloat16() for name, t in router.state_dict().items()}
+    state["expert_bias"] = torch.full((4,), 0.6, dtype=torch.bfloat16)
+    router.load_state_dict(state, assign=assign)
+    before = router.expert_bias.clone()
+    assert before.dtype == torch.float32
+    assert torch.equal(before, state["expert_bias"].float())
+    router.update_expert_bias(torch.tensor([9, 1, 1, 1]))
+    moved = torch.tensor([-1, 1, 1, 1]) * 1e-3
+    torch.testing.assert_close(router.expert_bias - before, moved, rtol=0, atol=1e-6)

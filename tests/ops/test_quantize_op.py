@@ -352,3 +352,26 @@ def test_a_grouped_linear_without_groups_takes_the_values():
     assert ends.num_tensors == 2
     want = representable(torch.nn.functional.gelu(x, approximate="tanh"), fmt)
     torch.testing.assert_close(ends.dequantize(), want, rtol=1e-5, atol=1e-5)
+
+
+BF16_LINEAR = {"dtype": torch.bfloat16}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("casts", ["weight", "autocast"])
+@each_recipe
+def test_what_a_linear_casts_first_is_quantized_after_the_cast(recipe, casts, dtype):
+    """By the op before as by the linear itself; and the gradient that the op after it gives."""
+    options = {} if casts == "autocast" else BF16_LINEAR
+    before, after = fz.GELU(), fz.RMSNorm(64, dtype=torch.float32)
+    module = fz.Sequential(before, fz.Linear(64, 64, **options), after)
+    x = torch.randn(64, 64, dtype=dtype, requires_grad=True)
+    results = []
+    for call in (module, lambda x: after(module[1](before(x)))):
+        with fz.autocast(recipe=recipe), torch.autocast("cpu", enabled=casts == "autocast"):
+            y = call(x)
+        grads = torch.autograd.grad(y.sum(), [x, *module.parameters()])
+        results.append([y, *grads])
+    for together, apart in zip(*results, strict=True):
+        assert together.dtype == apart.dtype
+        assert torch.equal(together, apart)
