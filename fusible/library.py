@@ -10,6 +10,7 @@ from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fusible.calls import is_direct, refuse_derivatives
 from fusible.flops import Formula, count_flops
@@ -75,11 +76,8 @@ def define(
         if unknown := [key for key in kwargs if key not in known]:
             raise TypeError(f"{name} has no argument {', '.join(unknown)}")
         values = [*args, *[kwargs.get(name, value) for name, value, _ in parameters[len(args) :]]]
-        flat: list[Any] = []
-        for struct, arg in zip(structs, values, strict=True):
-            fields = arg.as_constants() if hasattr(struct, "as_constants") else arg
-            flat.extend((fields,) if struct is None else fields)
-        if not torch.compiler.is_compiling():
+        flat = _flattened(structs, values)
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
             refuse_derivatives(name, flat)
         return op(*flat)
 
@@ -109,6 +107,15 @@ def _parts_of(kind: Any) -> dict[str, Any]:
         hints = get_type_hints(kind.from_constants)
         return {name: hint for name, hint in hints.items() if name != "return"}
     return get_type_hints(kind) if hasattr(kind, "_fields") else {}
+
+
+def _flattened(structs: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+    """The arguments of the op: each value, or the fields of what stands for several."""
+    flat: list[Any] = []
+    for struct, value in zip(structs, values, strict=True):
+        fields = value.as_constants() if hasattr(struct, "as_constants") else value
+        flat.extend((fields,) if struct is None else fields)
+    return flat
 
 
 def _of_fields(function: Callable[..., Any], structs: Sequence[Any]) -> Callable[..., Any]:

@@ -297,7 +297,7 @@ def _run_backward(
             for i, count in enumerate(step.num_extra_outputs)
         ]
         if aliases is not None:
-            others = [*of_outputs.values(), *of_inputs, *chain(*of_params)]
+            others = *of_outputs.values(), *of_inputs, *chain(*of_params)
             aliases.mark_writable_grads(own, grad, grad_extra, others)
         run = step.run
         if profiled:
@@ -312,8 +312,7 @@ def _run_backward(
         if aliases is not None and (step.is_users or step.op.keeps_grads):
             aliases.retain(tree_leaves((grad, grad_extra, returned)))
         grad, of_params[start:stop], step_extra = returned
-        if step.cast_from is not None and grad is not None:
-            grad = grad.to(step.cast_from)
+        grad = grad if grad is None or step.cast_from is None else grad.to(step.cast_from)
         _accumulate_extra_grads(step, own, step_extra, of_outputs, of_inputs)
         if step.reads:
             _begin_sending(step, contexts, of_outputs)
