@@ -78,15 +78,15 @@ class MoEExperts(FusedOperation):
         rows, *outputs = (dispatch.gathered if gathers else dispatch.scattered)(first, choices)
         own = dict(zip(dispatch.extra_output_names, outputs, strict=True))
         # What the dispatch gives to the others arrives as None.
-        given = [
+        extra_inputs = [
             [own[op.extra_input_name(i)] if t is None else t for i, t in enumerate(of_op)]
             for op, of_op in zip(self._basic_ops, extra, strict=True)
         ]
         first.gathers = gathers
         # Which of the activation, FC2's bias and the combine take its scales.
         first.gives_scales = [None in of_op[-1:] for of_op in extra[2:]]
-        y, _ = self._mlp.forward_impl(middle, rows, given[1:4])
-        y = combine.forward_impl(last, y, *given[4])
+        y, _ = self._mlp.forward_impl(middle, rows, extra_inputs[1:4])
+        y = combine.forward_impl(last, y, *extra_inputs[4])
         if gathers:
             last.save_for_backward(rows.index)
         elif first.requires_grad and _recomputes_rows(dispatch, kernels, middle[0]):

@@ -28,8 +28,8 @@ class BackwardLinearScale(FusedOperation):
             buffer = linear.grad_input_buffer(ctx)
             rows = dy.reshape(-1, dy.shape[-1])
             # With beta=0 addmm does not read its input.
-            given = {} if buffer is None else {"out": buffer.view(-1, weight.shape[1])}
-            dx = torch.addmm(dy.new_empty(1), rows, weight, beta=0, alpha=scale.scale, **given)
+            options = {} if buffer is None else {"out": buffer.view(-1, weight.shape[1])}
+            dx = torch.addmm(dy.new_empty(1), rows, weight, beta=0, alpha=scale.scale, **options)
             dx = dx.view(*dy.shape[:-1], weight.shape[1]) if buffer is None else buffer
         dweight = linear.weight_grads(ctx, dense_gradient(dy, x, scale.scale))
         return dx, [dweight, ()], [(), ()]

@@ -107,8 +107,8 @@ class Sm100Kernels(GroupedKernels):
             return GroupedOperand(packed.data_for(False), packed.data_for(True))
         columnwise = "wgrad" in products
         rowwise = len(products) > columnwise
-        wanted = QuantizeOptions(rowwise, columnwise, **options)
-        packed, sums = operands.quantize(x, fmt, ends, padded, wanted)
+        uses = QuantizeOptions(rowwise, columnwise, **options)
+        packed, sums = operands.quantize(x, fmt, ends, padded, uses)
         return GroupedOperand(packed.row, packed.column, sums)
 
     def saved_rows(self, ctx: OperationContext, column: OperandData | None) -> Saved:
@@ -224,8 +224,8 @@ class Sm100Kernels(GroupedKernels):
         """See `GroupedKernels`; the kernel always gives the pre-activation."""
         assert scales is not None  # of `row_scales`
         bias = call.linear.stacked_bias(call.ctx, call.ctx.dtype)
-        made = operands.glu(x, weights, call.groups, scales, bias=bias, glu=glu_of(act))
-        return Activated(*made)
+        outputs = operands.glu(x, weights, call.groups, scales, bias=bias, glu=glu_of(act))
+        return Activated(*outputs)
 
     def dglu(
         self,

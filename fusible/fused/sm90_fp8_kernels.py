@@ -111,8 +111,8 @@ class Sm90Fp8Kernels(GroupedKernels):
         if not (rows or columnwise):
             return GroupedOperand(row, None)
         uses = {"rowwise": bool(rows), "columnwise": columnwise and not later}
-        made = _quantized(x, call, role, **uses)
-        return GroupedOperand(made.row or row, x if later else made.column)
+        operands = _quantized(x, call, role, **uses)
+        return GroupedOperand(operands.row or row, x if later else operands.column)
 
     def saved_rows(
         self, ctx: OperationContext, column: ScaledMatrix | GatheredRows | None
@@ -187,7 +187,7 @@ class Sm90Fp8Kernels(GroupedKernels):
         ctx, ends, glu = call.ctx, call.ends, glu_of(act)
         fmt = ctx.recipe.of_fp8_products.format("grad")
         assert fmt is not None
-        made = quantize_glu_backward(
+        gradients = quantize_glu_backward(
             self.data_grad(call, dy, weights, None),
             preact,
             scales,
@@ -198,11 +198,11 @@ class Sm90Fp8Kernels(GroupedKernels):
             columnwise="wgrad" in products,
             values=bias,
         )
-        sums = None if made.values is None else grouped.grouped_sum(made.values, ends)
+        sums = None if gradients.values is None else grouped.grouped_sum(gradients.values, ends)
         output = None
         if ctx.needs.params[0] and not self.saves_activation(ctx, act):
             output = self._requantized_input(call, glu.forward(preact, scales))
-        return ActivationGrads(GroupedOperand(*made.operands), output, made.scales, sums)
+        return ActivationGrads(GroupedOperand(*gradients.operands), output, gradients.scales, sums)
 
 
 SM90_FP8 = Sm90Fp8Kernels()

@@ -191,15 +191,15 @@ class _Planning:
             names.update(op_names(self._module))
         first, last = names[run.ops[0]], names[run.ops[-1]]
         where = first if first == last else f"{first} to {last}"
-        made = run.plan_for(key, self._target or target_of(key.device))
-        schedule = run.make_schedule(made, key)
-        planned = PlannedRun(where, run, made, self.decided)
+        plan = run.plan_for(key, self._target or target_of(key.device))
+        schedule = run.make_schedule(plan, key)
+        planned = PlannedRun(where, run, plan, self.decided)
         if schedule.partition is not None:  # each part of which is planned in its turn
             self._partitioned.append((planned, schedule.partition.parts))
             return schedule
         self.planned.append(planned)
-        self._hiding.update(overlap_notes(made.basic_ops, schedule.forward, schedule.backward))
-        for op, needs, (recipe, _) in zip(made.basic_ops, made.grad, made.recipes, strict=True):
+        self._hiding.update(overlap_notes(plan.basic_ops, schedule.forward, schedule.backward))
+        for op, needs, (recipe, _) in zip(plan.basic_ops, plan.grad, plan.recipes, strict=True):
             try:
                 op.check_plan(needs, recipe, backward=True)
             except ValueError as error:
@@ -218,9 +218,9 @@ class _Planning:
         """
         (context,) = contexts
         try:
-            made = call_fuser_forward(op, contexts, x, extra_inputs)
+            outputs = call_fuser_forward(op, contexts, x, extra_inputs)
             self.decided[op] = op.call_notes(context) + self._hiding[op]
-            return made
+            return outputs
         except (TypeError, ValueError) as error:
             self._note(op, error)
             context.recipe = context.next_quantizer = None
@@ -391,10 +391,10 @@ def _op_lines(plan: Plan, at: int) -> list[str]:
 def _cast(plan: Plan, at: int) -> list[str]:
     """A note that an op casts its input to the dtype of its weight, if it does."""
     facts = plan.facts[at]
-    given, own = facts.input.dtype, facts.param_dtype
-    if plan.autocast_dtype is not None or facts.dtype != own or given in (own, UNKNOWN):
+    dtype, own = facts.input.dtype, facts.param_dtype
+    if plan.autocast_dtype is not None or facts.dtype != own or dtype in (own, UNKNOWN):
         return []
-    return [f"  casts its input from {given} to {own}, the dtype of its weight"]
+    return [f"  casts its input from {dtype} to {own}, the dtype of its weight"]
 
 
 def _saves(plan: Plan, op: Any, at: int, saves: str = "") -> list[str]:
@@ -419,8 +419,8 @@ def _refusal_lines(plan: Plan, every_rule: bool) -> Iterator[str]:
         yield (
             f"{len(others)} more {rules} for other machines or recipes (to_text(every_rule=True))"
         )
-    made = [*[f for _, f in plan.fusions], *plan.kernels]
-    touched = {i for f in made for i in range(f.start, f.stop)}
+    fused = [*[f for _, f in plan.fusions], *plan.kernels]
+    touched = {i for f in fused for i in range(f.start, f.stop)}
     touched |= {i for r in plan.refusals for i in range(r.start, r.start + len(r.ops))}
     for start, stop in _gaps(touched, len(plan.basic_ops)):
         names = " + ".join(type(op).__name__ for op in plan.basic_ops[start:stop])

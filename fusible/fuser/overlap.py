@@ -63,17 +63,19 @@ def overlap_notes(
     ``forward`` and ``backward`` are the steps of a schedule.
     """
     for at, op in enumerate(ops):
-        said = []
+        notes = []
         for what, of, steps in (
             ("its output", "", forward),
             ("its output's gradient", "the backward of ", backward),
         ):
-            found = [s.overlap for s in steps if s.stop == at + 1 and s.overlap is not None]
-            names = ", ".join(type(hidden).__name__ for o in found for hidden in ops[o.overlapped])
-            said.append(f"{what} is sent while {of}{names} runs")
-            if not found:
-                said[-1] = f"nothing runs while {what} is sent; a second branch after a Swap would"
-        yield op, tuple(said) if op.communicates else ()
+            overlapping = [s.overlap for s in steps if s.stop == at + 1 and s.overlap is not None]
+            names = ", ".join(
+                type(hidden).__name__ for o in overlapping for hidden in ops[o.overlapped]
+            )
+            notes.append(f"{what} is sent while {of}{names} runs")
+            if not overlapping:
+                notes[-1] = f"nothing runs while {what} is sent; a second branch after a Swap would"
+        yield op, tuple(notes) if op.communicates else ()
 
 
 def defer(ctx: OperationContext, y: Tensor, complete: Callable[[], Tensor]) -> Tensor:

@@ -167,7 +167,7 @@ def schedule_steps(
     direction: Literal["forward", "backward"],
 ) -> tuple[ScheduledStep, ...]:
     """The steps of a plan's forward or backward, in order, with what their execution looks up."""
-    made, start = [], 0
+    scheduled, start = [], 0
     for op, basic_ops in steps:
         stop = start + len(basic_ops)
         needs = plan.grad[start:stop]
@@ -179,7 +179,7 @@ def schedule_steps(
         else:
             run = op.backward_impl if op.is_fused_op else op.run_backward
             run = run if uses_impl else partial(call_fuser_backward, op)
-        made.append(
+        scheduled.append(
             ScheduledStep(
                 op,
                 run,
@@ -199,15 +199,15 @@ def schedule_steps(
             )
         )
         start = stop
-    spans = [(step.op, step.start, step.stop) for step in made]
-    found = tuple(overlaps(plan.basic_ops, wiring, spans))
+    spans = [(step.op, step.start, step.stop) for step in scheduled]
+    overlapping = tuple(overlaps(plan.basic_ops, wiring, spans))
     return tuple(
         [
             step._replace(
-                overlap=next((o for o in found if o.ops.start == step.start), None),
-                reads=tuple([o for o in found if o.reader == step.start]),
+                overlap=next((o for o in overlapping if o.ops.start == step.start), None),
+                reads=tuple([o for o in overlapping if o.reader == step.start]),
             )
-            for step in made
+            for step in scheduled
         ]
     )
 
@@ -274,10 +274,10 @@ def _quantizers(plan: Plan, wiring: Wiring, start: int, stop: int) -> tuple[Any,
     def quantizer(at: int, which: str) -> Any:
         recipe, _ = plan.recipes[at]
         with autocast(enabled=recipe is not None, recipe=recipe):
-            made = getattr(ops[at], f"get_{which}_quantizer")()
-        if made is not None and at in prefer_values:
-            made.by_receiver = True
-        return made
+            asked = getattr(ops[at], f"get_{which}_quantizer")()
+        if asked is not None and at in prefer_values:
+            asked.by_receiver = True
+        return asked
 
     before = quantizer(0, "grad_input")
     if start:

@@ -92,8 +92,8 @@ def target_of(device: torch.device) -> Target:
     if device not in _cuda_targets:
         major, minor = torch.cuda.get_device_capability(device)
         packages = installed("nvidia-cudnn-frontend"), installed("nvidia-cutlass-dsl")
-        found = Target("cuda", 10 * major + minor, *packages, _driver(), installed("triton"))
-        _cuda_targets[device] = found
+        target = Target("cuda", 10 * major + minor, *packages, _driver(), installed("triton"))
+        _cuda_targets[device] = target
     return _cuda_targets[device]
 
 

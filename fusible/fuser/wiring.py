@@ -63,9 +63,9 @@ class Wiring:
                     inputs.append((producer, k))
                     names.append(op.extra_input_name(slot))
             sources.append(tuple(op_sources))
-        made = {*self.public, *self.consumers}
+        all_outputs = {*self.public, *self.consumers}
         outputs = sorted(
-            o for o in made if start <= o[0] < stop and self.needed_outside(o, start, stop)
+            o for o in all_outputs if start <= o[0] < stop and self.needed_outside(o, start, stop)
         )
         consumers = {
             (op - start, slot): inside

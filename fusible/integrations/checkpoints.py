@@ -276,8 +276,8 @@ class _Reader:
     def _expert_numbers(self, base: str) -> set[int]:
         before, _, after = base.partition("*")
         pattern = re.compile(rf"{re.escape(before)}(\d+){re.escape(after)}(?=[._]|$)")
-        found = map(pattern.match, self._beginning_with(before))
-        return {int(match[1]) for match in found if match}
+        matches = map(pattern.match, self._beginning_with(before))
+        return {int(match[1]) for match in matches if match}
 
     def _check_shapes(self, parts: Sequence[OperandData]) -> None:
         op, experts = self.target.op, self.target.experts
@@ -362,8 +362,8 @@ def _values(given: _ReadWeights, dtype: torch.dtype) -> Tensor:
 def _quantized(values: Tensor, own: QuantizedTensor) -> QuantizedTensor:
     """FP32 values in the format of a parameter, for its uses."""
     columnwise = own.columnwise_data is not None
-    made = QuantizedTensor.quantize(values, own.format, columnwise=columnwise)
-    return made.with_pieces(made.pieces(), dtype=own.dtype)
+    quantized = QuantizedTensor.quantize(values, own.format, columnwise=columnwise)
+    return quantized.with_pieces(quantized.pieces(), dtype=own.dtype)
 
 
 def _kept(given: _ReadWeights, fmt: NumberFormat) -> QuantizedMatrix | None:
@@ -379,14 +379,14 @@ def _stored(given: _ReadWeights, own: QuantizedTensor) -> tuple[QuantizedTensor,
     if kept is None:
         again = _quantized(_values(given, torch.float32), own)
         return again, f"{name}, quantized again to {own.format.name}"
-    made = quantized_tensor(kept, own.format, own.dtype)
+    quantized = quantized_tensor(kept, own.format, own.dtype)
     if own.columnwise_data is not None:
         again = _quantized(_values(given, torch.float32), own)
-        made = made.with_pieces(again.pieces() | made.pieces())
-        return made, f"{name}, bits kept row-wise and quantized again column-wise"
+        quantized = quantized.with_pieces(again.pieces() | quantized.pieces())
+        return quantized, f"{name}, bits kept row-wise and quantized again column-wise"
     if source.element != own.format.element:
-        return made, f"{name}, encoded as {own.format.name} with the same values"
-    return made, f"{name}, bits kept"
+        return quantized, f"{name}, encoded as {own.format.name} with the same values"
+    return quantized, f"{name}, bits kept"
 
 
 def _check_rounding(target: _Target, given: _ReadWeights) -> None:

@@ -161,8 +161,8 @@ class FusibleRoutedExperts(RoutedExperts):
 
         Sharding configs name them. The last one, the tokens of each expert, is not needed.
         """
-        given = x_BLD, topk_scores_BLK, topk_expert_ids_BLK
-        return self.inner_experts(*[t.flatten(0, 1) for t in given]).view(x_BLD.shape)
+        inputs = x_BLD, topk_scores_BLK, topk_expert_ids_BLK
+        return self.inner_experts(*[t.flatten(0, 1) for t in inputs]).view(x_BLD.shape)
 
     def parallelize(self, parallel_dims: Any) -> None:
         """Shard the weights, and give the experts their processes."""

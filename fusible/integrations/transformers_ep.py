@@ -48,10 +48,10 @@ class FusibleEP(EPImplementation):
         """The weighted sums ``[tokens, hidden]``, of ids of all experts; arguments as there."""
         if self.all_reduce is not None:
             return self.all_reduce(hidden_states, top_k_index, top_k_weights)
-        given = hidden_states, top_k_index, top_k_weights
+        inputs = hidden_states, top_k_index, top_k_weights
         if self.tp_mesh.size() == 1:
-            return experts_forward(self.experts, *given)
-        parts = [self._part(t) for t in given]
+            return experts_forward(self.experts, *inputs)
+        parts = [self._part(t) for t in inputs]
         y = experts_forward(self.experts, *parts).contiguous()
         sharded = DTensor.from_local(
             y,

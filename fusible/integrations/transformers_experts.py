@@ -145,13 +145,13 @@ class ExpertsBlock(nn.Module):
             return self.mlp(hidden_states, weights, ids).to(hidden_states.dtype)
         experts, dispatch = self._experts, self.dispatch
         rows, *others = dispatch(hidden_states, weights, ids)
-        made = dict(zip(dispatch.extra_output_names, others, strict=False))
-        rows = self.up(rows, made["split_sizes"])
+        outputs = dict(zip(dispatch.extra_output_names, others, strict=False))
+        rows = self.up(rows, outputs["split_sizes"])
         rows = _gate_of(experts)(rows)
-        rows = self.down(rows, made["split_sizes"])
+        rows = self.down(rows, outputs["split_sizes"])
         if _has_norm(experts):
             rows = experts.post_expert_norm(rows)
-        y = self.combine(rows, *[made[name] for name in self.combine.extra_input_names])
+        y = self.combine(rows, *[outputs[name] for name in self.combine.extra_input_names])
         return y.to(hidden_states.dtype)
 
 

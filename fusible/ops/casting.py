@@ -85,8 +85,8 @@ def format_of_grad(ctx: OperationContext, *, by_group: bool) -> NumberFormat | N
 
     For each group separately, or for all rows: ``by_group``.
     """
-    made = ctx.output_grad_quantizer
-    made = getattr(made, "quantizer", made)
-    if made is None or isinstance(made, GroupedQuantizer) != by_group:
+    quantizer = ctx.output_grad_quantizer
+    quantizer = getattr(quantizer, "quantizer", quantizer)
+    if quantizer is None or isinstance(quantizer, GroupedQuantizer) != by_group:
         return None
-    return getattr(made, "format", None)
+    return getattr(quantizer, "format", None)

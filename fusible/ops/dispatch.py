@@ -271,12 +271,12 @@ class Dispatch(BasicOperation):
         x, probs, ids, rows, capacity, of_group = choices
         groups, options = (ids, self.local_experts, capacity), (rows, self.scale_input)
         if isinstance(x, Tensor):
-            made = moe.permute_rows(x, probs, *groups, *options, zero_tail=ctx.zero_tail)
-            y, scales, *places = made
+            permuted = moe.permute_rows(x, probs, *groups, *options, zero_tail=ctx.zero_tail)
+            y, scales, *places = permuted
         else:
             places = [*moe.permutation(*groups)]
-            given = places[0], probs, *options
-            y, scales = scatter_received(x, *given, zero_tail=ctx.zero_tail)
+            arguments = places[0], probs, *options
+            y, scales = scatter_received(x, *arguments, zero_tail=ctx.zero_tail)
         saved = (places[0], x, probs) if self.scale_input else places[:1]
         ctx.save_for_backward(*saved, *of_group[:1])
         return y, *self._extra_outputs(ctx, choices, scales, *places)
@@ -357,8 +357,8 @@ class Dispatch(BasicOperation):
             "requires_grad of (input, probs)": AgreedOption(needs, lambda n: (n > 1, n % 2 == 1)),
         }
         group, local = self.process_group, self.local_experts
-        given = self.receive_factor, self.max_tokens, self.symmetric_memory, agreed
-        received = receive(x, probs, ids, Settings(group, mode, local, sent_as, *given))
+        options = self.receive_factor, self.max_tokens, self.symmetric_memory, agreed
+        received = receive(x, probs, ids, Settings(group, mode, local, sent_as, *options))
         exchange, sent_map = received.routed.exchange, received.routed.sent_map
         ctx.sent_as = None if sent_as is None else sent_as.name
         ctx.exchange, ctx.send, ctx.top_k, ctx.rows_dtype = exchange, mode, k, x.dtype
@@ -712,8 +712,8 @@ class Combine(BasicOperation):
         if scales is not None or not ctx.needs.input:  # others read it than the copy to rows
             dy = copy_received(dy)
         if ctx.needs.input:
-            given = row_map, scales, ctx.num_rows, self.weighted
-            drows, _ = scatter_received(dy, *given, zero_tail=ctx.zero_tail)
+            arguments = row_map, scales, ctx.num_rows, self.weighted
+            drows, _ = scatter_received(dy, *arguments, zero_tail=ctx.zero_tail)
         if scales is not None and ctx.needs.extra_inputs[-1]:
             rows, dy = weighted[0], copy_received(dy)
             dscales = moe.row_dots(rows, cast(dy, rows.dtype), row_map, True)

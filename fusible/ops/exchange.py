@@ -313,9 +313,9 @@ class ReturnExchange:
         if self._memory is not None:
             out = self._slots(rows.shape[1], rows.dtype)
             if out.table:
-                made = moe_kernels.gather_sum(rows, row_map, weights, values, out)
-                if made is not NotImplemented:
-                    return made[1]
+                result = moe_kernels.gather_sum(rows, row_map, weights, values, out)
+                if result is not NotImplemented:
+                    return result[1]
             sums, picked = moe.gather_sum(rows, row_map, weights, values)
             out.copy_(sums)
             return picked
@@ -509,13 +509,13 @@ def _receive_all(x: Tensor, probs: Tensor, ids: Tensor, settings: Settings) -> R
     padded = max_tokens or tokens
     memory, transport = _memory_for(x, probs, padded, settings)
     exchange = Exchange(group, None, None, padded, memory)
-    said = _digest([option.number for option in agreed.values()]), tokens
+    own = _digest([option.number for option in agreed.values()]), tokens
     # No copy from the host, which a CUDA graph would repeat.
-    header = torch.cat([ids.new_full((1, 1), n, dtype=torch.int64) for n in said], 1)
+    header = torch.cat([ids.new_full((1, 1), n, dtype=torch.int64) for n in own], 1)
     sent_map = _all_sent(tokens, padded, processes, ids.device)
     coded = (ids + 1).int()  # so that zeros, which pad, are no expert
-    given = (header, 1), (coded, padded), (probs, padded), (x, padded)
-    placed = None if sent_as else _begin_placing(memory, given)
+    sent = (header, 1), (coded, padded), (probs, padded), (x, padded)
+    placed = None if sent_as else _begin_placing(memory, sent)
     received: Tensor | PeerRows
     if placed is not None:
         headers, *of_choices, received = placed()

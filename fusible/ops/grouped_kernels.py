@@ -205,11 +205,11 @@ class GroupedKernels:
         if self._multiplies_stored(call, quantized):
             return [w.row for w in quantized], quantized
         compute = compute_dtype(ctx.parameters[0].device)
-        made = [operand_values(w, "forward", "weight", compute) for w in quantized]
+        matrices = [operand_values(w, "forward", "weight", compute) for w in quantized]
         override = ctx.recipe.backward_override
         if override == "high_precision":
-            return made, linear.weights_in(ctx, ctx.dtype)
-        return made, quantized if override is None else [cast(w, ctx.dtype) for w in made]
+            return matrices, linear.weights_in(ctx, ctx.dtype)
+        return matrices, quantized if override is None else [cast(w, ctx.dtype) for w in matrices]
 
     @staticmethod
     def _multiplies_stored(call: LinearCall, quantized: Sequence[Operand]) -> bool:
@@ -304,9 +304,9 @@ class GroupedKernels:
         if _are_stored(weights) and save_preact:
             weights = [dequantize_matrix(w, x.dtype) for w in weights]
         if _are_stored(weights):
-            given = StoredWeights.of(weights), weights[0].format, call.ends, scales, glu_of(act)
+            operands = StoredWeights.of(weights), weights[0].format, call.ends, scales, glu_of(act)
             bias = call.linear.stacked_bias(call.ctx, x.dtype)
-            out = grouped.stored_glu(x, *given, bias)
+            out = grouped.stored_glu(x, *operands, bias)
             preact = x.new_empty(0, weights[0].shape[-2])
             return Activated(preact, cast(out, call.ctx.dtype))
         x, w, x_scale, w_scale = _split_scales(x, weights)
@@ -336,9 +336,9 @@ class GroupedKernels:
         ``preact`` may be written to.
         """
         ctx = call.ctx
-        given, zero_tail = (preact, scales, glu_of(act)), ctx.zero_tail
+        of_activation, zero_tail = (preact, scales, glu_of(act)), ctx.zero_tail
         dpreact, recomputed, dscales = grouped.grouped_dglu(
-            dy, weights, call.ends, *given, overwrite=overwrite, zero_tail=zero_tail
+            dy, weights, call.ends, *of_activation, overwrite=overwrite, zero_tail=zero_tail
         )
         output: Any = None if self.saves_activation(ctx, act) else recomputed
         if output is not None and ctx.quantizes and ctx.needs.params[0]:
@@ -397,8 +397,8 @@ def _matmul(
         else:
             transpose_w = data_grad and w_scale is None  # FP8 ones are transposed already
             bias = None if data_grad else call.linear.stacked_bias(ctx, value_dtype(x.dtype))
-            given = bias, row_scale, transpose_w, out, x_scale, w_scale
-            y = grouped.grouped_mm(x, w, ends, *given, zero_tail=ctx.zero_tail)
+            options = bias, row_scale, transpose_w, out, x_scale, w_scale
+            y = grouped.grouped_mm(x, w, ends, *options, zero_tail=ctx.zero_tail)
             return cast(y, ctx.dtype)
     y = cast(y, ctx.dtype)
     return y if out is None else out.copy_(y)

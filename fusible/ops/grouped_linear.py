@@ -172,10 +172,10 @@ class GroupedLinear(WeightedOperation):
 
     def check_producer(self, slot: int, producer: Any) -> None:
         """Refuse the split sizes of another number of groups."""
-        given = producer.local_experts if isinstance(producer, Dispatch) else self.num_groups
-        if given != self.num_groups:
+        experts = producer.local_experts if isinstance(producer, Dispatch) else self.num_groups
+        if experts != self.num_groups:
             raise ValueError(
-                f"num_groups of GroupedLinear must be the {given} experts of the Dispatch before "
+                f"num_groups of GroupedLinear must be the {experts} experts of the Dispatch before "
                 f"it, got {self.num_groups}"
             )
 
@@ -295,10 +295,10 @@ class GroupedLinear(WeightedOperation):
 
     def get_grad_output_quantizer(self) -> Any:
         """See the base class; with a bias this op quantizes, since its gradient sums values."""
-        made = super().get_grad_output_quantizer()
-        if isinstance(made, GroupedQuantizer):
-            made.by_receiver = self.has_bias
-        return made
+        quantizer = super().get_grad_output_quantizer()
+        if isinstance(quantizer, GroupedQuantizer):
+            quantizer.by_receiver = self.has_bias
+        return quantizer
 
     def forward_impl(self, ctx: OperationContext, x: Tensor, *extra: Tensor | None) -> Tensor:
         """One grouped product, of quantized operands under a recipe."""

@@ -360,10 +360,10 @@ class BasicOperation(Channels, FormulaOp, FusibleOperation):
 
     def copied_state(self) -> dict[str, Any]:
         """See :class:`FusibleOperation`."""
-        made = {**super().copied_state(), "_frozen": False, "_names": None}
+        state = {**super().copied_state(), "_frozen": False, "_names": None}
         for held in ("_registered", "extra_input_channels", "extra_output_channels"):
-            made[held] = copy.copy(made[held])
-        return made
+            state[held] = copy.copy(state[held])
+        return state
 
     def extra_repr(self) -> str:
         """The facts that are set, and not off."""

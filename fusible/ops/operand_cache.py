@@ -96,12 +96,12 @@ class OperandCache:
             entry = self._cached = _Entry(tuple(map(_reference, stored)), versions, {})
         key = key, weights[0].dtype, *_stream(weights[0].device)
         uses = frozenset(products)
-        found = entry.operands.get(key)
-        if found is None or not uses <= found[0]:
+        cached = entry.operands.get(key)
+        if cached is None or not uses <= cached[0]:
             # Autograd cannot save what inference mode made.
             with torch.inference_mode(False), torch.no_grad():
-                found = entry.operands[key] = uses, make()
-        return found[1]
+                cached = entry.operands[key] = uses, make()
+        return cached[1]
 
 
 def stored_tensors(weights: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -164,8 +164,8 @@ def stored(module: nn.Module, name: str) -> list[Tensor]:
     parametrized: Any = module._modules.get("parametrizations", {})
     if name in parametrized:
         return [p for _, p in _named_parameters(parametrized[name])]
-    found = getattr(module, name, None)
-    return [] if found is None else [found]
+    parameter = getattr(module, name, None)
+    return [] if parameter is None else [parameter]
 
 
 def _named_parameters(module: nn.Module) -> list[tuple[str, Tensor]]:

@@ -133,8 +133,8 @@ def reserved(group: Any, device: torch.device) -> PeerMemory | str | None:
 
 def peer_memory(group: Any, device: torch.device) -> PeerMemory | None:
     """The memory that `reserve` made for a group on a device."""
-    found = reserved(group, device)
-    return found if isinstance(found, PeerMemory) and not torch.compiler.is_compiling() else None
+    memory = reserved(group, device)
+    return memory if isinstance(memory, PeerMemory) and not torch.compiler.is_compiling() else None
 
 
 def reserve(group: Any, device: torch.device, nbytes: int) -> PeerMemory | str:
@@ -145,16 +145,16 @@ def reserve(group: Any, device: torch.device, nbytes: int) -> PeerMemory | str:
     """
     if torch.compiler.is_compiling():
         return "torch.compile traces the call"
-    found = reserved(group, device)
-    if isinstance(found, str):
-        return found
-    if found is not None and found.nbytes >= nbytes and not found.abandoned:
-        return found
+    memory = reserved(group, device)
+    if isinstance(memory, str):
+        return memory
+    if memory is not None and memory.nbytes >= nbytes and not memory.abandoned:
+        return memory
     if torch.cuda.is_current_stream_capturing():
         return "there was no memory of this size before the call was captured"
-    found = _make(group, device, -(-nbytes // _GRANULE) * _GRANULE)
-    _memories.setdefault(group, {})[device] = found
-    return found
+    memory = _make(group, device, -(-nbytes // _GRANULE) * _GRANULE)
+    _memories.setdefault(group, {})[device] = memory
+    return memory
 
 
 def abandon(group: Any) -> None:
@@ -175,13 +175,13 @@ def _make(group: Any, device: torch.device, nbytes: int) -> PeerMemory | str:
         return "several processes share a GPU"
     timeout_ms = int(backend.options._timeout.total_seconds() * 1000)
     torch.cuda.synchronize(device)  # what still uses the memory before
-    made: PeerMemory | str
+    memory: PeerMemory | str
     try:
-        made = PeerMemory(*_rendezvous(group, device, nbytes), timeout_ms)
+        memory = PeerMemory(*_rendezvous(group, device, nbytes), timeout_ms)
     except (ImportError, RuntimeError) as error:
-        made = f"PyTorch's symmetric memory failed: {str(error).splitlines()[0]}"
-    failures = [why for why in _everyone(group, made if isinstance(made, str) else "") if why]
-    return failures[0] if failures else made
+        memory = f"PyTorch's symmetric memory failed: {str(error).splitlines()[0]}"
+    failures = [why for why in _everyone(group, memory if isinstance(memory, str) else "") if why]
+    return failures[0] if failures else memory
 
 
 def _everyone(group: Any, said: Any) -> list[Any]:

@@ -63,9 +63,9 @@ class ModuleState(nn.Module):
 
     def copied(self) -> Self:
         """``copy.copy`` of this op, also where PyTorch refuses to pickle it (parametrized)."""
-        made = type(self).__new__(type(self))
-        made.__setstate__(self.copied_state())
-        return made
+        copied = type(self).__new__(type(self))
+        copied.__setstate__(self.copied_state())
+        return copied
 
 
 @contextmanager

@@ -387,17 +387,17 @@ class WeightedOperation(CastingOp):
 
         Their values are those of `weights_in` where they are of this nominal ``dtype``.
         """
-        made = []
+        matrices = []
         for w in ctx.parameters[: self.num_weights]:
             if not isinstance(w, QuantizedTensor) or not w.has_rowwise or w.dtype != dtype:
                 return []
             fmt = w.format
             if torch.compiler.is_compiling() and (constants := w.format_constants):
                 fmt = NumberFormat.from_constants(*constants)
-            made.append(QuantizedMatrix(*w.tensors_of(columnwise=False), fmt))
-            if made[-1].shape != w.shape or fmt != made[0].format:
+            matrices.append(QuantizedMatrix(*w.tensors_of(columnwise=False), fmt))
+            if matrices[-1].shape != w.shape or fmt != matrices[0].format:
                 return []
-        return made
+        return matrices
 
     # --- the products ----------------------------------------------------------------------------
 
@@ -460,16 +460,16 @@ class WeightedOperation(CastingOp):
 
     def _quantizer(self, role: Role, *products: ProductKind) -> Quantizer | None:
         recipe = own_recipe(self)
-        made = None if recipe is None else quantizer(recipe, role, *products)
-        if made is not None and self._columns(role) % made.format.element.per_byte:
+        own = None if recipe is None else quantizer(recipe, role, *products)
+        if own is not None and self._columns(role) % own.format.element.per_byte:
             return None  # the op itself refuses it, and is named
-        if made is None or self.num_groups is None:
-            return made
+        if own is None or self.num_groups is None:
+            return own
         return GroupedQuantizer(
-            made.format,
+            own.format,
             self.num_groups,
-            rowwise=made.rowwise_usage,
-            columnwise=made.columnwise_usage,
+            rowwise=own.rowwise_usage,
+            columnwise=own.columnwise_usage,
         )
 
     def weight_operands(
@@ -543,8 +543,8 @@ def quantize_weights(
     ``as_values`` is that of ``quantize_operand``.
     """
     if any([isinstance(w, QuantizedTensor) for w in weights]):  # some may have been replaced
-        given = [w if isinstance(w, QuantizedTensor) else cast(w, dtype) for w in weights]
-        return [quantize_operand(w, recipe, "weight", *products) for w in given]
+        operands = [w if isinstance(w, QuantizedTensor) else cast(w, dtype) for w in weights]
+        return [quantize_operand(w, recipe, "weight", *products) for w in operands]
     weight = stack_weights(weights, dtype)
     return [quantize_operand(weight, recipe, "weight", *products, as_values=as_values)]
 

@@ -132,8 +132,8 @@ def main_grads(weights: Sequence[Tensor], op_name: str) -> MainGrads:
             shape.
     """
     buffers: list[Tensor] = []
-    given = [getattr(weight, "main_grad", None) for weight in weights if weight.requires_grad]
-    dtype = given[0].dtype if given and isinstance(given[0], Tensor) else None
+    held = [getattr(weight, "main_grad", None) for weight in weights if weight.requires_grad]
+    dtype = held[0].dtype if held and isinstance(held[0], Tensor) else None
     for weight in weights:
         if not weight.requires_grad:  # while others do
             buffers.append(torch.empty_like(weight, dtype=dtype))
@@ -147,14 +147,14 @@ def main_grads(weights: Sequence[Tensor], op_name: str) -> MainGrads:
 
 def _checked(main_grad: Any, weight: Tensor, op_name: str) -> Tensor:
     shape, allowed = weight.shape, (torch.float32, torch.bfloat16, weight.dtype)
-    wanted = (
+    expected = (
         f"main_grad of every weight of {op_name} must be a tensor of shape {tuple(shape)} in FP32, "
         f"BF16 or its own {weight.dtype} on {weight.device}, since accumulate_into_main_grad=True"
     )
     if not isinstance(main_grad, Tensor):
         got = "none" if main_grad is None else repr(main_grad)
         raise ValueError(
-            f"{wanted}, got {got}; set weight.main_grad, or give gradients "
+            f"{expected}, got {got}; set weight.main_grad, or give gradients "
             "to autograd under fully_shard, which reduces those alone"
         )
     if (
@@ -163,7 +163,7 @@ def _checked(main_grad: Any, weight: Tensor, op_name: str) -> Tensor:
         or main_grad.device != weight.device
     ):
         raise ValueError(
-            f"{wanted}, got {main_grad.dtype} of shape {tuple(main_grad.shape)} on "
+            f"{expected}, got {main_grad.dtype} of shape {tuple(main_grad.shape)} on "
             f"{main_grad.device}"
         )
     if main_grad.shape == shape:
@@ -172,7 +172,7 @@ def _checked(main_grad: Any, weight: Tensor, op_name: str) -> Tensor:
         return main_grad.detach().view(shape)
     except RuntimeError as error:
         raise ValueError(
-            f"{wanted}, got shape {tuple(main_grad.shape)} with strides {main_grad.stride()}, "
+            f"{expected}, got shape {tuple(main_grad.shape)} with strides {main_grad.stride()}, "
             "which no view gives that shape"
         ) from error
 

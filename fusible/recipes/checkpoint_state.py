@@ -193,17 +193,17 @@ def prepare_load(
     """
     load_pieces(module, state, prefix, missing, unexpected, errors)
     for name, parameter in module.named_parameters(recurse=False):
-        given = state.get(prefix + name)
-        if not isinstance(given, Tensor):
+        value = state.get(prefix + name)
+        if not isinstance(value, Tensor):
             continue
-        if is_sharded(parameter) and not is_sharded(given):
-            given = shard(given, parameter)
-        own, part = local(parameter), local(given)
+        if is_sharded(parameter) and not is_sharded(value):
+            value = shard(value, parameter)
+        own, part = local(parameter), local(value)
         assigned = local_metadata.get("assign_to_params_buffers", False)
         if assigned and isinstance(own, QuantizedTensor):
             part = own.stored_alike(part)
-            given = sharded_as(given, part) if is_sharded(given) else part
-        state[prefix + name] = given
+            value = sharded_as(value, part) if is_sharded(value) else part
+        state[prefix + name] = value
 
 
 def load_pieces(

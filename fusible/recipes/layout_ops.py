@@ -117,13 +117,13 @@ def _ends_of(
     scale: Tensor, ends: Tensor | None, starts: Tensor | None, sizes: Tensor | None, rows: int
 ) -> Tensor | None:
     """Return the end row of each group from the one of the three that is given, None from none."""
-    given = {"ends": ends, "starts": starts, "sizes": sizes}
-    given = {name: offsets for name, offsets in given.items() if offsets is not None}
-    if not given:
+    groups = {"ends": ends, "starts": starts, "sizes": sizes}
+    groups = {name: offsets for name, offsets in groups.items() if offsets is not None}
+    if not groups:
         return None
-    if len(given) > 1:
-        raise ValueError(f"one of ends, starts and sizes must be given, got {', '.join(given)}")
-    ((name, offsets),) = given.items()
+    if len(groups) > 1:
+        raise ValueError(f"one of ends, starts and sizes must be given, got {', '.join(groups)}")
+    ((name, offsets),) = groups.items()
     assert offsets is not None
     if offsets.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} must be int32 or int64, got {offsets.dtype}")

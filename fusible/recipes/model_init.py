@@ -120,12 +120,12 @@ def weight_parameters(values: Sequence[Tensor]) -> list[nn.Parameter]:
 
     So that kernels can view them as one tensor; each has versions of its own.
     """
-    made = [weight_parameter(value) for value in values]
-    quantized = [p for p in made if isinstance(p, QuantizedTensor)]
+    parameters = [weight_parameter(value) for value in values]
+    quantized = [p for p in parameters if isinstance(p, QuantizedTensor)]
     if len(quantized) > 1 and are_alike(quantized):
         with torch.no_grad():
             members = unstack(stack(quantized))
         for parameter, member in zip(quantized, members, strict=True):
             pieces = member.pieces()  # type: ignore[attr-defined]
             parameter.store({name: piece.data for name, piece in pieces.items()})
-    return made
+    return parameters

@@ -44,5 +44,5 @@ def random_bytes(key: Tensor, rows: int, columns: int, columnwise: bool) -> Tens
     counter = [chunk, row, offset & _WORD, offset >> 32 & _WORD]
     words = philox(counter, [seed & _WORD, seed >> 32 & _WORD])[2 * columnwise :][:2]
     shifts = torch.arange(0, 32, 8, device=key.device)
-    found = torch.stack(words, -1)[..., None] >> shifts & 255
-    return found.flatten(1)[:, :columns]
+    random = torch.stack(words, -1)[..., None] >> shifts & 255
+    return random.flatten(1)[:, :columns]

@@ -458,10 +458,10 @@ def check_transforms(recipe: Recipe) -> None:
     formats = {role: recipe.backward_format(role) for role in _ROLES}
     x, w, dy = [fmt is not None and fmt.hadamard for fmt in formats.values()]
     if w or (x != dy and recipe.backward_override is None):
-        given = ", ".join(f"{fmt.name} of {role}" for role, fmt in formats.items() if fmt)
+        named = ", ".join(f"{fmt.name} of {role}" for role, fmt in formats.items() if fmt)
         raise ValueError(
             "formats with hadamard must be those of input and grad, both or neither, and not of "
-            f"weight: they are the operands of one product; {type(recipe).__name__} has {given}"
+            f"weight: they are the operands of one product; {type(recipe).__name__} has {named}"
         )
 
 

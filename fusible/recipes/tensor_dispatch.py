@@ -101,7 +101,7 @@ def _run_on_values(
     ``reason`` is why the format of the result could not be kept, where that is possible at all.
     """
     names = [a.name for a in func._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | kwargs
+    arguments = dict(zip(names, args, strict=False)) | kwargs
     shape_only = _reads_shape_only(func.overloadpacket)
     values: dict[int, Tensor] = {}
 
@@ -120,9 +120,9 @@ def _run_on_values(
 
     plain_args, plain_kwargs = pytree.tree_map(value, (args, kwargs))
     result = _with_gradients(func)(*plain_args, **plain_kwargs)
-    infos = {a.name: a.alias_info for a in func._schema.arguments if a.name in given}
+    infos = {a.name: a.alias_info for a in func._schema.arguments if a.name in arguments}
     written = {name: info for name, info in infos.items() if info is not None and info.is_write}
-    leaves = pytree.tree_leaves([given[name] for name in written])
+    leaves = pytree.tree_leaves([arguments[name] for name in written])
     if torch.Tag.inplace_view not in func.tags:
         _check_sizes(func, [(x, values.get(id(x))) for x in leaves])
     for shared in {leaf.shared for leaf in leaves if isinstance(leaf, ValuesView)}:
@@ -139,7 +139,7 @@ def _run_on_values(
     if not written or not func._schema.returns:
         return result
     # An in-place operation returns the tensor that it wrote, not its values.
-    by_alias = {frozenset(info.before_set): given[name] for name, info in written.items()}
+    by_alias = {frozenset(info.before_set): arguments[name] for name, info in written.items()}
     results = result if isinstance(result, tuple) else (result,)
     returned = [
         r if out.alias_info is None else by_alias.get(frozenset(out.alias_info.before_set), r)

@@ -95,14 +95,14 @@ def _problem(path: Path) -> str | None:
 
 def _writable_by_others(place: Path, kernel: Path) -> str | None:
     """Who may write ``place``, part of the path of a kernel, besides this user and root."""
-    found = place.stat()
-    if found.st_uid not in (os.geteuid(), 0):
-        return f"{place} belongs to user {found.st_uid}"
-    open_to_others = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    status = place.stat()
+    if status.st_uid not in (os.geteuid(), 0):
+        return f"{place} belongs to user {status.st_uid}"
+    open_to_others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     # In a folder with the sticky bit, such as /tmp, nobody replaces what belongs to another.
-    sticky = found.st_mode & stat.S_ISVTX and place not in (kernel, kernel.parent)
+    sticky = status.st_mode & stat.S_ISVTX and place not in (kernel, kernel.parent)
     if open_to_others and not sticky:
-        return f"{place} can be written by others (mode {stat.S_IMODE(found.st_mode):o})"
+        return f"{place} can be written by others (mode {stat.S_IMODE(status.st_mode):o})"
     return None
 
 

@@ -17,8 +17,8 @@ def provider(arch: str) -> Any:
     That of ``"sm100"`` has the wrappers of the ``cudnn`` package (nvidia-cudnn-frontend), under
     their own names and with their own signatures.
     """
-    found = _providers[arch]
-    return importlib.import_module(found) if isinstance(found, str) else found
+    module = _providers[arch]
+    return importlib.import_module(module) if isinstance(module, str) else module
 
 
 @contextmanager

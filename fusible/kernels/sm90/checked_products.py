@@ -385,5 +385,5 @@ def grouped_wgrad_(
 
 def _is_writable(grads: Matrices, out_dtype: torch.dtype, dtype: torch.dtype) -> bool:
     """Whether a weight gradient of operands in ``dtype`` can be written to ``grads``."""
-    found = layout(grads.shape, grads.strides, False, grads.pointers is None)
-    return found is not None and found.major == "k" and out_dtype in (dtype, torch.float32)
+    of_grads = layout(grads.shape, grads.strides, False, grads.pointers is None)
+    return of_grads is not None and of_grads.major == "k" and out_dtype in (dtype, torch.float32)

@@ -100,8 +100,8 @@ class WeightProducts:
 
     def _rows_launch(self, *key: object) -> Launch:
         """The launch of a product of rows, made once."""
-        given = _RowsKey(*key)  # type: ignore[arg-type]
-        kind, transpose, bias, scale, glu, save_preact, pitch, preact_pitch = given
+        fields = _RowsKey(*key)  # type: ignore[arg-type]
+        kind, transpose, bias, scale, glu, save_preact, pitch, preact_pitch = fields
         if scale is not None:
             check_scale("scales", scale)
         weight = self._layouts[transpose]
@@ -128,7 +128,7 @@ class WeightProducts:
             save_preact=save_preact,
             out_dtype=DTYPE_NAMES[self.value_dtype],
         )
-        launch = self._launches[given] = Launch(
+        launch = self._launches[fields] = Launch(
             spec,
             self._device,
             columns,
@@ -147,8 +147,8 @@ class WeightProducts:
 
     def _wgrad_launch(self, *key: object) -> Launch:
         """The launch of a weight gradient, made once."""
-        given = _WgradKey(*key)  # type: ignore[arg-type]
-        columns, depth, pitches, out, accumulate, same_scale = given
+        fields = _WgradKey(*key)  # type: ignore[arg-type]
+        columns, depth, pitches, out, accumulate, same_scale = fields
         strides, out_dtype, separate = out or (
             (columns * depth, depth, 1),
             self.value_dtype,
@@ -164,7 +164,7 @@ class WeightProducts:
             out_dtype=DTYPE_NAMES[out_dtype],
             accumulate=accumulate,
         )
-        launch = self._launches[given] = Launch(
+        launch = self._launches[fields] = Launch(
             spec,
             self._device,
             columns,
@@ -434,12 +434,12 @@ class ProductsByRows:
     def __call__(self, rows: int) -> WeightProducts:
         """The products for ``rows`` rows."""
         rows = tiles.rows_bucket(rows, self._groups)
-        found = self._made.get(rows)
-        if found is None:
-            made = cached_products(*self._layout, rows)
-            assert made is not None  # checked by `products_by_rows`
-            found = self._made[rows] = made
-        return found
+        cached = self._made.get(rows)
+        if cached is None:
+            products = cached_products(*self._layout, rows)
+            assert products is not None  # checked by `products_by_rows`
+            cached = self._made[rows] = products
+        return cached
 
 
 def products_by_rows(
