@@ -38,8 +38,7 @@ def note_place(
         return
     if any(note.startswith(_NOTED) for note in getattr(error, "__notes__", ())):
         return
-    root = outermost_call() if contexts is None else schedule.diagnostics.root()
-    names = {} if root is None else op_names(root)
+    names = _names_in(outermost_call() if contexts is None else schedule.diagnostics.root())
     parts = [schedule.plan.basic_ops[i] for i in (step.start, step.stop - 1)]
     first, last = (names.get(part, type(part).__name__) for part in parts)
     where = first if first == last else f"{first} to {last}"
@@ -52,9 +51,12 @@ def note_place(
 
 def note_op(error: Exception, op: Any) -> None:
     """Note on an error where in the outermost module whose call is running an op is."""
-    root = outermost_call()
-    names = {} if root is None else op_names(root)
+    names = _names_in(outermost_call())
     error.add_note(f"{_NOTED}{names.get(op, type(op).__name__)} ({type(op).__name__})")
+
+
+def _names_in(root: nn.Module | None) -> dict[Any, str]:
+    return {} if root is None else op_names(root)
 
 
 def outermost_call() -> nn.Module | None:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import TensorWeakRef
 
 from fusible.fuser.context import OperationContext, Tensors
-from fusible.fuser.wiring import CALLER, Wiring, named
+from fusible.fuser.wiring import CALLER, Output, Wiring, named
 
 Reads = Iterable[tuple[str, Any]]
 """Descriptions of readers, each with the tensor that is read; other values are skipped."""
@@ -159,7 +159,7 @@ class InputAliasTracker(AliasTracker):
                 )
 
     def _readers(
-        self, produced: Sequence[Tensors], start: int, target: tuple[int, int]
+        self, produced: Sequence[Tensors], start: int, target: Output
     ) -> Iterator[Tensor | None]:
         """The tensors that the ops from ``start`` on read, but for one of their extra inputs."""
         yield from self._saved(start)

@@ -18,7 +18,7 @@ from fusible.fuser.overlap import complete_output
 from fusible.fuser.saved_rows import active_pool, with_rows, without_rows
 from fusible.fuser.schedule import Kwargs, Schedule, ScheduledStep, outside_autocast
 from fusible.fuser.tracing import hooks_hold_saved
-from fusible.fuser.wiring import CALLER
+from fusible.fuser.wiring import CALLER, Output
 
 _COMPILES_REQUIRES_GRAD = torch.__version__ >= "2.13"
 """Whether Dynamo traces ``requires_grad_()`` of a tensor that the traced code made."""
@@ -275,7 +275,7 @@ def _run_backward(
     """The gradients of the inputs, then of the parameters, from those of the outputs."""
     needs, wiring = schedule.plan.grad, schedule.wiring
     # Of extra outputs, by (op, slot), summed over their uses.
-    of_outputs: dict[tuple[int, int], Tensor | None] = {
+    of_outputs: dict[Output, Tensor | None] = {
         output: grad
         for output, grad in zip(wiring.public, grads[1:], strict=True)
         if needs[output[0]].requires_grad
@@ -328,7 +328,7 @@ def _leaf(node: Any) -> Tensor | None:
 def _begin_sending(
     step: ScheduledStep,
     contexts: Sequence[OperationContext],
-    of_outputs: dict[tuple[int, int], Tensor | None],
+    of_outputs: dict[Output, Tensor | None],
 ) -> None:
     """Send the gradients that this step has completed, of ops whose backward comes later."""
     for overlap in () if torch.compiler.is_compiling() else step.reads:
@@ -341,7 +341,7 @@ def _accumulate_extra_grads(
     step: ScheduledStep,
     contexts: Sequence[OperationContext],
     step_extra: Sequence[Sequence[Tensor | None]],
-    of_outputs: dict[tuple[int, int], Tensor | None],
+    of_outputs: dict[Output, Tensor | None],
     of_inputs: list[Tensor | None],
 ) -> None:
     """Add the gradients of a step's extra inputs to those of their sources; None is zero."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fusible.fuser.context import OperationContext
 from fusible.fuser.registry import is_ours
-from fusible.fuser.wiring import Wiring
+from fusible.fuser.wiring import Output, Wiring
 
 
 class Overlap(NamedTuple):
@@ -22,7 +22,7 @@ class Overlap(NamedTuple):
     op: Any
     ops: slice
     """The basic ops that the op covers."""
-    output: tuple[int, int]
+    output: Output
     """The extra output that passes its output on."""
     overlapped: slice
     """The ops that run while it communicates."""

@@ -18,7 +18,7 @@ from fusible.fuser.partition import Partition
 from fusible.fuser.plan import Plan, Step
 from fusible.fuser.registry import is_ours
 from fusible.fuser.te_ops import call_fuser_backward, call_fuser_forward
-from fusible.fuser.wiring import Wiring
+from fusible.fuser.wiring import Output, Wiring
 from fusible.recipes.autocast import autocast
 
 Kwargs = Sequence[dict[str, Any]]
@@ -36,7 +36,7 @@ class ScheduledStep(NamedTuple):
     gradients of its outputs; outside of ``torch.autocast`` if it casts by itself."""
     start: int
     stop: int
-    sources: tuple[tuple[tuple[int, int], ...], ...]
+    sources: tuple[tuple[Output, ...], ...]
     num_extra_outputs: list[int]
     num_grads: tuple[list[int], list[int]]
     quantizers: tuple[Any, Any, Any] | None

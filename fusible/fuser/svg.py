@@ -8,7 +8,7 @@ from itertools import count
 from typing import Any
 
 from fusible.fuser.plan import Plan, Step
-from fusible.fuser.wiring import CALLER, Wiring
+from fusible.fuser.wiring import CALLER, Output, Wiring
 
 _ROW, _BOX_HEIGHT, _WIDTH, _GAP = 76, 56, 230, 60
 _INPUTS = 42  # of a box's height, where outputs take the rest
@@ -109,10 +109,10 @@ def _extra_tensors(
             yield _text(left - 12, y - 3, _input_name(op, slot), kind, end=True)
 
 
-def _lanes(wiring: Wiring) -> dict[tuple[int, int], int]:
+def _lanes(wiring: Wiring) -> dict[Output, int]:
     """The lane in which each extra output that an op reads runs down: apart if alive together."""
     ends = {source: max(ops) for source, ops in wiring.consumers.items() if ops}
-    lanes: dict[tuple[int, int], int] = {}
+    lanes: dict[Output, int] = {}
     for source in sorted(ends, key=lambda s: ends[s] - s[0]):
         taken = {x for s, x in lanes.items() if s[0] <= ends[source] and source[0] <= ends[s]}
         lanes[source] = next(x for x in count() if x not in taken)

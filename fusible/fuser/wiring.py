@@ -28,14 +28,14 @@ class Wiring:
     ``public`` lists the extra outputs the caller gets.
     """
 
-    sources: tuple[tuple[tuple[int, int], ...], ...]
+    sources: tuple[tuple[Output, ...], ...]
     names: tuple[str, ...]
-    public: tuple[tuple[int, int], ...]
-    consumers: dict[tuple[int, int], tuple[int, ...]]
+    public: tuple[Output, ...]
+    consumers: dict[Output, tuple[int, ...]]
     copies: tuple[int, ...] = ()
     """The caller's extra inputs that are copies made to be written to."""
 
-    def needed_outside(self, output: tuple[int, int], start: int, stop: int) -> bool:
+    def needed_outside(self, output: Output, start: int, stop: int) -> bool:
         """Whether an extra output of ops[start:stop] is used outside them."""
         uses = self.consumers.get(output, ())
         return output in self.public or any(not start <= op < stop for op in uses)
@@ -47,7 +47,7 @@ class Wiring:
 
         Their caller gives what comes from outside of them, and gets what is needed there.
         """
-        inputs: list[tuple[int, int]] = []
+        inputs: list[Output] = []
         names = []
         sources = []
         copied = []
@@ -133,10 +133,10 @@ def wire(ops: Sequence[Any], *, alone: bool = False) -> Wiring:
             what an op says of a producer that does not fit it.
     """
     producers = _producers(ops)
-    last_of_name: dict[str, tuple[int, int]] = {}
+    last_of_name: dict[str, Output] = {}
     sources = []
     names: list[str] = []
-    consumers: dict[tuple[int, int], tuple[int, ...]] = {}
+    consumers: dict[Output, tuple[int, ...]] = {}
     for i, op in enumerate(ops):
         op_sources = []
         for slot, channel in enumerate(op.extra_input_channels):
@@ -197,9 +197,9 @@ def by_name(
     return (*given, *[named[name] for name in rest])
 
 
-def _producers(ops: Sequence[Any]) -> dict[str, tuple[int, int]]:
+def _producers(ops: Sequence[Any]) -> dict[str, Output]:
     """The extra output behind every channel."""
-    producers: dict[str, tuple[int, int]] = {}
+    producers: dict[str, Output] = {}
     for i, op in enumerate(ops):
         for slot, (name, _) in enumerate(op.extra_output_channels):
             if name is None:
@@ -214,9 +214,7 @@ def _producers(ops: Sequence[Any]) -> dict[str, tuple[int, int]]:
     return producers
 
 
-def _producer(
-    name: str, producers: dict[str, tuple[int, int]], ops: Sequence[Any], consumer: int
-) -> tuple[int, int]:
+def _producer(name: str, producers: dict[str, Output], ops: Sequence[Any], consumer: int) -> Output:
     op_name = named(ops, consumer)
     if name not in producers:
         known = ", ".join(map(repr, producers)) or "none"
