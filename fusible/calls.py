@@ -55,8 +55,6 @@ def refuse_derivatives(name: str, arguments: Sequence[Any]) -> None:
 
     PyTorch would take the derivative for zero.
     """
-    if torch.compiler.is_compiling():
-        return
     every = [t for a in arguments for t in (a if isinstance(a, list | tuple) else (a,))]
     floating = [t for t in every if isinstance(t, Tensor) and t.is_floating_point()]
     if torch.is_grad_enabled() and any([t.requires_grad for t in floating]):
@@ -64,13 +62,19 @@ def refuse_derivatives(name: str, arguments: Sequence[Any]) -> None:
             f"inputs of {name} must not require gradients, since it has no derivative; call it in "
             "forward_impl and backward_impl of an op, or under torch.no_grad()"
         )
-    if forward_ad._current_level >= 0 and any(
-        [forward_ad.unpack_dual(t)[1] is not None for t in floating]
-    ):
+    if forward_ad._current_level < 0 or _is_below_autograd():
+        return
+    if any([forward_ad.unpack_dual(t)[1] is not None for t in floating]):
         raise RuntimeError(
             f"inputs of {name} must have no tangents (torch.func.jvp, torch.autograd.forward_ad), "
             "since it has no forward-mode derivative; use reverse mode"
         )
+
+
+def _is_below_autograd() -> bool:
+    """Whether autograd has seen the operation already: in ``__torch_dispatch__``."""
+    autograd = torch._C.DispatchKey.AutogradFunctionality
+    return torch._C._dispatch_tls_is_dispatch_key_excluded(autograd)
 
 
 def is_direct(x: object) -> bool:

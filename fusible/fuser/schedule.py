@@ -175,14 +175,13 @@ def schedule_steps(
         if direction == "forward":
             run = op.forward_impl if op.is_fused_op else op.run_forward
             run = run if uses_impl else partial(call_fuser_forward, op)
-            run = outside_autocast(plan, op, run)
         else:
             run = op.backward_impl if op.is_fused_op else op.run_backward
             run = run if uses_impl else partial(call_fuser_backward, op)
         scheduled.append(
             ScheduledStep(
                 op,
-                run,
+                outside_autocast(plan, op, run),
                 start,
                 stop,
                 tuple(
@@ -287,8 +286,8 @@ def _quantizers(plan: Plan, wiring: Wiring, start: int, stop: int) -> tuple[Any,
         if hasattr(after, "placed"):  # a user's op may have one of another class
             after = after.placed(wiring.sources[-1])
         return before, after, None
-    if _cast_from(plan, stop):  # the op quantizes its input, and the one before the gradient
-        return before, None, None
+    if _cast_from(plan, stop) and quantizer(stop - 1, "output") is None:
+        return before, None, None  # the op quantizes its input, and the one before the gradient
     return before, quantizer(stop, "input"), quantizer(stop, "grad_input")
 
 

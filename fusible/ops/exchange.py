@@ -117,6 +117,18 @@ def _bytes(t: Tensor) -> Tensor:
     return flat.view(t.shape[0], t.shape[1] * t.element_size())
 
 
+def _split_bytes(
+    message: Tensor, widths: Sequence[int], dtypes: Sequence[torch.dtype]
+) -> list[Tensor]:
+    """Bytes ``[R, n]`` as matrices of these dtypes, each of so many bytes a row, in own memory.
+
+    Parts of a single row are contiguous as they lie, but may begin where no such number may.
+    """
+    parts = message.split(list(widths), dim=1)
+    copies = [part.clone(memory_format=torch.contiguous_format) for part in parts]
+    return [copy.view(dtype) for copy, dtype in zip(copies, dtypes, strict=True)]
+
+
 def _all_to_all(
     t: Tensor,
     group: Any,
@@ -205,9 +217,8 @@ def begin_send_as(
     wait = begin_send(torch.cat(parts, 1), sent_map, exchange, op_name)
 
     def finish(widths: Sequence[int] = [part.shape[1] for part in parts]) -> Tensor:
-        data, scale = (t.contiguous() for t in wait().split(list(widths), dim=1))
-        matrix = QuantizedMatrix(data.view(elements), scale.view(fmt.scale_dtype), None, fmt)
-        return dequantize_matrix(matrix, dtype)
+        data, scale = _split_bytes(wait(), widths, (elements, fmt.scale_dtype))
+        return dequantize_matrix(QuantizedMatrix(data, scale, None, fmt), dtype)
 
     return finish
 
@@ -378,8 +389,9 @@ def send_choices(
     # One message; ids from 1, so that zeros are no expert.
     message = torch.cat((_bytes(ids.int() + 1), _bytes(probs)), 1)
     message = send(message, sent_map, exchange, name)
-    parts = message.split((4 * k, probs.element_size() * k), dim=1)
-    return parts[0].contiguous().view(torch.int32) - 1, parts[1].contiguous().view(probs.dtype)
+    widths = 4 * k, probs.element_size() * k
+    ids, probs = _split_bytes(message, widths, (torch.int32, probs.dtype))
+    return ids - 1, probs
 
 
 def _digest(numbers: Sequence[int]) -> int:

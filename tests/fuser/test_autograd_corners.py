@@ -497,6 +497,18 @@ def test_forward_mode_through_library_ops_is_refused():
 
 
 @scripts
+def test_forward_mode_is_refused_in_compiled_code():
+    op, sizes = fz.GroupedLinear(2, 8, 8).requires_grad_(False), torch.tensor([2, 4])
+    x = torch.randn(6, 8)
+
+    def tangent(x, v):
+        return torch.func.jvp(lambda t: op(t, sizes), (x,), (v,))[1]
+
+    with pytest.raises(RuntimeError, match=r"inputs of \w+ must have no tangents"):
+        torch.compile(tangent, backend="eager")(x, torch.ones_like(x))
+
+
+@scripts
 def test_forward_mode_beside_library_ops():
     """Of tensors that they do not read, and through ops that are PyTorch's own operations."""
     x, call = frozen_mlp()

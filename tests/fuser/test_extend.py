@@ -722,10 +722,15 @@ class GroupedFormula(extend.BasicOperation):
         return extend.grouped_mm(x, [weight], torch.tensor([3, 5], dtype=torch.int32))
 
 
+# Dynamo, of what it goes on with after the error.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("alone", [True, False])
-def test_a_formula_of_library_ops_is_refused_where_it_needs_gradients(alone):
+def test_a_formula_of_library_ops_is_refused_where_it_needs_gradients(alone, compiled):
     op = GroupedFormula()
     module = op if alone else fz.Sequential(fz.Linear(8, 8), op)
+    if compiled:
+        module = torch.compile(module, backend="aot_eager")
     with pytest.raises(RuntimeError, match="inputs of grouped_mm must not require gradients"):
         module(torch.randn(5, 8))
     x = torch.randn(5, 8)

@@ -43,6 +43,13 @@ CASES = [
     for dtype in (torch.float32, BF16)
     for options in ({}, *OPTIONS)
 ]
+# Some processes get no token or one.
+CASES += [
+    Case(send, torch.float64, routing=routing, top_k=top_k)
+    for send in ("rows", "tokens", "all")
+    for routing in ("random", "last")
+    for top_k in (1, 2)
+]
 NAMES = ("output", "gradient of x", "of probs", "of FC1's weight", "of FC2's weight")
 
 

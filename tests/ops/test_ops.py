@@ -130,14 +130,15 @@ def saved_by(op, x, *extra, recipe=None):
     params = op.own_parameters()
     needs = GradNeeds(True, True, (True,) * len(params), (True,) * len(extra))
     ctx = OperationContext(needs, recipe, parameters=params)
-    y, _ = op.fuser_forward(
-        [ctx],
-        x,
-        basic_op_extra_inputs=[extra],
-        prev_op_grad_output_quantizer=None,
-        next_op_input_quantizer=None,
-        basic_op_kwargs=[{}],
-    )
+    with torch.no_grad():  # as in a run
+        y, _ = op.fuser_forward(
+            [ctx],
+            x,
+            basic_op_extra_inputs=[extra],
+            prev_op_grad_output_quantizer=None,
+            next_op_input_quantizer=None,
+            basic_op_kwargs=[{}],
+        )
     return ctx, y
 
 

@@ -375,3 +375,20 @@ def test_what_a_linear_casts_first_is_quantized_after_the_cast(recipe, casts, dt
     for together, apart in zip(*results, strict=True):
         assert together.dtype == apart.dtype
         assert torch.equal(together, apart)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@each_recipe
+def test_an_explicit_quantize_before_a_linear_that_casts(recipe, backward):
+    """It quantizes from its own dtype, once for both products, as where the ops run one by one."""
+    quantize = fz.Quantize(forward=True, backward=backward)
+    linear = fz.Linear(64, 64, bias=False, **BF16_LINEAR)
+    module, x = fz.Sequential(quantize, linear), torch.randn(64, 64, requires_grad=True)
+    results = []
+    for call in (module, lambda x: linear(quantize(x))):
+        torch.manual_seed(1)  # of stochastic rounding
+        with fz.autocast(recipe=recipe):
+            y = call(x)
+        results.append([y, *torch.autograd.grad(y.sum(), [x, linear.weight])])
+    for together, apart in zip(*results, strict=True):
+        assert torch.equal(values(together), values(apart))

@@ -501,3 +501,28 @@ def test_a_fused_op_of_another_machine_compiles_as_one_graph():
         got = torch.compile(mlp, fullgraph=True, backend="aot_eager")(x, splits, scales, splits)
         assert torch.equal(got, want)
         ref.assert_equal(torch.autograd.grad(got, leaves, dy), grads)
+
+
+@pytest.mark.parametrize("where", ["compiled", "backward inside"])
+@pytest.mark.parametrize(
+    "recipe", [None, fz.recipes.MXFP8BlockScaling()], ids=["no recipe", "mxfp8"]
+)
+def test_backwards_run_outside_of_autocast(recipe, where):
+    """Traced with their forward, or called inside: gradients of FP32 weights are not rounded."""
+    torch.manual_seed(0)
+    module = fz.Sequential(fz.Linear(64, 64, bias=False), fz.GELU())
+    x, dy = torch.randn(96, 64), torch.randn(96, 64).bfloat16()
+    results = []
+    for inside in (False, True):
+        call = (
+            torch.compile(module, backend="aot_eager") if inside and where == "compiled" else module
+        )
+        with torch.autocast("cpu", torch.bfloat16):
+            with fz.autocast(enabled=recipe is not None, recipe=recipe):
+                y = call(x)
+            if inside and where != "compiled":
+                results += torch.autograd.grad(y, module.parameters(), dy)
+        if len(results) < 1 + inside:
+            results += torch.autograd.grad(y, module.parameters(), dy)
+    assert torch.equal(*results)
+    assert recipe is None or not torch.equal(results[0], results[0].bfloat16().float())
