@@ -113,8 +113,10 @@ def _flattened(structs: Sequence[Any], values: Sequence[Any]) -> list[Any]:
     """The arguments of the op: each value, or the fields of what stands for several."""
     flat: list[Any] = []
     for struct, value in zip(structs, values, strict=True):
-        fields = value.as_constants() if hasattr(struct, "as_constants") else value
-        flat.extend((fields,) if struct is None else fields)
+        if struct is None:
+            flat.append(value)
+        else:
+            flat.extend(value.as_constants() if hasattr(struct, "as_constants") else value)
     return flat
 
 

@@ -256,14 +256,14 @@ class RunFunction(torch.autograd.Function):
             check_grad_input(schedule.plan.basic_ops, contexts[0], grads, saved)
             aliases = AliasTracker((*grads, *saved)) if schedule.writes_grads else None
         flat = _run_backward(schedule, contexts, grads, aliases)
-        in_dtypes = [
+        cast_grads = [
             g if g is None or g.dtype == dtype else g.to(dtype)
             for g, dtype in zip(flat, schedule.dtypes, strict=True)
         ]
         if checks_memory:
             to_leaf = _leaf(fctx.next_functions[0][0]) is not None
-            in_dtypes[0] = returned_grad(contexts[0], in_dtypes[0], to_leaf)
-        return (None, None, None, *(in_dtypes if slots is None else _summed(in_dtypes, slots)))
+            cast_grads[0] = returned_grad(contexts[0], cast_grads[0], to_leaf)
+        return (None, None, None, *(cast_grads if slots is None else _summed(cast_grads, slots)))
 
 
 def _run_backward(

@@ -71,15 +71,15 @@ def _infer_dtypes(
     made: list[Sequence[torch.dtype | None]] = []
     for op, sources, own in zip(ops, wiring.sources, params, strict=True):
         extra = [callers[k] if p == CALLER else made[p][k] for p, k in sources]
-        dtypes_in = Dtypes(x, tuple(extra), tuple(own), key.autocast_dtype)
+        of_tensors = Dtypes(x, tuple(extra), tuple(own), key.autocast_dtype)
         if declares_dtypes(type(op)):
-            x, *outputs = op.output_dtypes(dtypes_in)
+            x, *outputs = op.output_dtypes(of_tensors)
         elif derive:
             x, *outputs = derived_dtypes(op, x, extra, key.autocast_dtype)
         else:
             x, *outputs = (None,) * (1 + op.num_extra_outputs)
         made.append(outputs)
-        yield dtypes_in, x
+        yield of_tensors, x
 
 
 def gradient_needs(ops: Sequence[Any], wiring: Wiring, key: PlanKey) -> tuple[GradNeeds, ...]:

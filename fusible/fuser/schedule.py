@@ -273,10 +273,10 @@ def _quantizers(plan: Plan, wiring: Wiring, start: int, stop: int) -> tuple[Any,
     def quantizer(at: int, which: str) -> Any:
         recipe, _ = plan.recipes[at]
         with autocast(enabled=recipe is not None, recipe=recipe):
-            asked = getattr(ops[at], f"get_{which}_quantizer")()
-        if asked is not None and at in prefer_values:
-            asked.by_receiver = True
-        return asked
+            wanted = getattr(ops[at], f"get_{which}_quantizer")()
+        if wanted is not None and at in prefer_values:
+            wanted.by_receiver = True
+        return wanted
 
     before = quantizer(0, "grad_input")
     if start:

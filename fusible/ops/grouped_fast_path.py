@@ -55,11 +55,11 @@ class _Linear:
             (shape[:2], 0) if op.single_grouped_bias else (shape[1:2], rows * size)
         )
 
-    def saved_input(self, x: Tensor) -> Tensor | None:
+    def input_to_save(self, x: Tensor) -> Tensor | None:
         """The input, if its backward reads it."""
         return x if self.needs.params[0] else None
 
-    def kept_weights(self, params: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    def weights_to_save(self, params: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """The weights, if its backward reads them."""
         return params[self.weights] if self.needs.input else (None,) * self.op.num_weights
 
@@ -242,8 +242,8 @@ class LinearFastPath(GroupedFastPath):
         row_scale = operands[self._row_scale] if self._row_scale else None
         ends = products.ends(split_sizes, x.shape[0])
         y = products.forward(x, w, ends, bias, row_scale)
-        saved = linear.saved_input(x), ends, row_scale, linear.saved_bias(params)
-        return y, (*saved, *linear.kept_weights(params))
+        saved = linear.input_to_save(x), ends, row_scale, linear.saved_bias(params)
+        return y, (*saved, *linear.weights_to_save(params))
 
     def backward(self, saved: Sequence[Tensor], grad_output: Tensor, held: bool) -> Grads:
         """The gradients of the operands."""
@@ -270,8 +270,8 @@ class LinearGLUFastPath(GroupedFastPath):
         ends = products.ends(split_sizes, x.shape[0])
         save_preact = linear.needs.requires_grad
         preact, out = products.glu(x, w, ends, scales, self._glu, bias, save_preact)
-        saved = linear.saved_input(x), ends, scales, preact
-        return out, (*saved, *linear.kept_weights(params))
+        saved = linear.input_to_save(x), ends, scales, preact
+        return out, (*saved, *linear.weights_to_save(params))
 
     def backward(self, saved: Sequence[Tensor], grad_output: Tensor, held: bool) -> Grads:
         """The gradients of the operands."""
@@ -302,8 +302,8 @@ class MLPFastPath(GroupedFastPath):
         save_preact = fc2.needs.requires_grad
         preact, hidden = first.glu(x, w1, ends, scales, self._glu, bias1, save_preact)
         y = second.forward(hidden, w2, ends, bias2, row_scale)
-        saved = fc1.saved_input(x), ends, scales, preact, row_scale, fc2.saved_bias(params)
-        return y, (*saved, *fc1.kept_weights(params), *fc2.kept_weights(params))
+        saved = fc1.input_to_save(x), ends, scales, preact, row_scale, fc2.saved_bias(params)
+        return y, (*saved, *fc1.weights_to_save(params), *fc2.weights_to_save(params))
 
     def backward(self, saved: Sequence[Tensor], grad_output: Tensor, held: bool) -> Grads:
         """The gradients of the operands."""

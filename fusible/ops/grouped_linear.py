@@ -26,10 +26,10 @@ from fusible.ops.grouped_kernels import (
 from fusible.ops.inputs import (
     check_features,
     check_row_scales,
-    check_shape,
     check_sizes,
     on_device_of,
     product_dtype,
+    wrong_shape,
 )
 from fusible.ops.matrices import matrix, restore_leading_dims, source_of
 from fusible.ops.op import Grads, OpGrads
@@ -391,7 +391,7 @@ class GroupedLinear(WeightedOperation):
             shapes += [(groups, *bias)] if self.single_grouped_bias else [bias] * groups
         for i, (parameter, shape) in enumerate(zip(parameters, shapes, strict=True)):
             if parameter.shape != shape:
-                check_shape(self.own_parameter_names()[i], parameter, shape, "GroupedLinear")
+                raise wrong_shape(self.own_parameter_names()[i], parameter, shape, "GroupedLinear")
 
     def stacked_bias(self, ctx: OperationContext, dtype: torch.dtype) -> Tensor | None:
         """See :class:`WeightedOperation`; contiguous."""

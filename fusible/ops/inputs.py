@@ -47,13 +47,12 @@ def check_device(x: Tensor, param: Tensor, op_name: str) -> None:
         )
 
 
-def check_shape(name: str, parameter: Tensor, shape: tuple[int, ...], op_name: str) -> None:
-    """Raise ValueError unless a parameter, which may have been replaced, has the op's sizes."""
-    if parameter.shape != shape:
-        raise ValueError(
-            f"{name} of {op_name} must have shape {shape}, got {tuple(parameter.shape)}; make an "
-            "op of the other sizes"
-        )
+def wrong_shape(name: str, parameter: Tensor, shape: tuple[int, ...], op_name: str) -> ValueError:
+    """The error of a parameter that has been replaced by one without the op's sizes."""
+    return ValueError(
+        f"{name} of {op_name} must have shape {shape}, got {tuple(parameter.shape)}; make an op of "
+        "the other sizes"
+    )
 
 
 def on_device_of(x: Tensor, sizes: Tensor, op_name: str) -> Tensor:

@@ -30,9 +30,9 @@ from fusible.ops.hooks import HOOKS, patches, why_called
 from fusible.ops.inputs import (
     check_device,
     check_features,
-    check_shape,
     check_sizes,
     product_dtype,
+    wrong_shape,
 )
 from fusible.ops.matrices import matrix, restore_leading_dims
 from fusible.ops.op import BasicOperation, FusedOperation, Grads, OpGrads
@@ -158,8 +158,10 @@ class BasicLinear(WeightedOperation):
     def _check(self, ctx: OperationContext, input_: Tensor) -> None:
         op_name = "BasicLinear" if self._holder is None else "Linear"
         check_features(input_, self.in_features, op_name)
-        check_shape("weight", ctx.parameters[0], (self.out_features, self.in_features), op_name)
-        ctx.dtype = product_dtype(ctx, input_, ctx.parameters[0], op_name)
+        weight, shape = ctx.parameters[0], (self.out_features, self.in_features)
+        if weight.shape != shape:
+            raise wrong_shape("weight", weight, shape, op_name)
+        ctx.dtype = product_dtype(ctx, input_, weight, op_name)
 
     def backward_impl(self, ctx: OperationContext, grad_output: Tensor) -> OpGrads:
         """``dy @ weight`` and ``dy.T @ x``, of quantized operands under a recipe."""
@@ -264,7 +266,8 @@ class Bias(BasicOperation):
         """``x + bias`` in the dtype of ``x``."""
         check_features(input_, self.size, "Bias")
         (bias,) = ctx.parameters
-        check_shape("bias", bias, (self.size,), "Bias")
+        if bias.shape != (self.size,):
+            raise wrong_shape("bias", bias, (self.size,), "Bias")
         check_device(input_, bias, "Bias")
         return apply_quantizer(values(input_) + cast(bias, input_.dtype), ctx.next_quantizer)
 

@@ -19,8 +19,8 @@ from fusible.ops.inputs import (
     check_device,
     check_dtype,
     check_features,
-    check_shape,
     check_sizes,
+    wrong_shape,
 )
 from fusible.ops.op import BasicOperation, Grads, OpGrads
 from fusible.recipes.product import values
@@ -249,7 +249,9 @@ class TopKRouter(BasicOperation):
         """Tokens ``[T, hidden_size]`` and the weight, in the dtype of the product."""
         weight = ctx.parameters[0]
         check_features(x, self.hidden_size, "TopKRouter")
-        check_shape("weight", weight, (self.num_experts, self.hidden_size), "TopKRouter")
+        if weight.shape != (self.num_experts, self.hidden_size):
+            shape = self.num_experts, self.hidden_size
+            raise wrong_shape("weight", weight, shape, "TopKRouter")
         check_device(x, weight, "TopKRouter")
         check_dtype(x, "input", "TopKRouter")
         ctx.dtype = _product_dtype(x.dtype, weight.dtype, ctx.autocast_dtype)

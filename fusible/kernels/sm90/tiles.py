@@ -13,9 +13,9 @@ from fusible.kernels.sm90.spec import Tile
 
 _SMALL = Tile(128, 128, True, 1, 2)
 _SMALL_DYNAMIC = _SMALL._replace(dynamic=True)
-_TWO_ROWS = Tile(128, 128, True, 2, 1, dynamic=True)
+_SMALL_2X1 = Tile(128, 128, True, 2, 1, dynamic=True)
 _WIDE = Tile(128, 192, True, 1, 2, dynamic=True)
-_WIDE_TWO_ROWS = Tile(128, 192, True, 2, 1, dynamic=True)
+_WIDE_2X1 = Tile(128, 192, True, 2, 1, dynamic=True)
 _TALL = Tile(192, 128, True, 1, 2, dynamic=True)
 _LOW = Tile(64, 64, True, 1, 1), Tile(64, 128, True, 1, 1), Tile(64, 128, True, 1, 2)
 _LARGE = tuple(
@@ -44,9 +44,9 @@ TILES: dict[str, dict[Tile, Cost]] = {
         _LOW[2]: Cost(292, 1140, 4280),
         _SMALL: Cost(392, 817, 3580),
         _SMALL_DYNAMIC: Cost(357, 235, 7220),
-        _TWO_ROWS: Cost(295, 1200, 2830),
+        _SMALL_2X1: Cost(295, 1200, 2830),
         _WIDE: Cost(489, 1750, 2240),
-        _WIDE_TWO_ROWS: Cost(385, 2310, 1320),
+        _WIDE_2X1: Cost(385, 2310, 1320),
         _TALL: Cost(359, 2230, 5880),
         _LARGE[0]: Cost(662, 2550, 1790),
         _LARGE[1]: Cost(453, 5600, 1190),
@@ -58,9 +58,9 @@ TILES: dict[str, dict[Tile, Cost]] = {
         Tile(64, 256, True, 1, 2, dynamic=True): Cost(484, 4990, 1450),
         _SMALL: Cost(347, 2300, 1600),
         _SMALL_DYNAMIC: Cost(318, 751, 3470),
-        _TWO_ROWS: Cost(322, 1610, 1730),
+        _SMALL_2X1: Cost(322, 1610, 1730),
         _WIDE: Cost(487, 2720, 1400),
-        _WIDE_TWO_ROWS: Cost(420, 1560, 1120),
+        _WIDE_2X1: Cost(420, 1560, 1120),
         _TALL._replace(dynamic=False): Cost(413, 5270, 2960),
         _TALL: Cost(386, 4490, 5150),
         _LARGE[0]: Cost(619, 4330, 1370),
@@ -74,17 +74,17 @@ TILES: dict[str, dict[Tile, Cost]] = {
         _SMALL._replace(ahead=5): Cost(368, 3950, 850),
         _SMALL_DYNAMIC: Cost(351, 4580, 1560),
         _SMALL_DYNAMIC._replace(ahead=5): Cost(290, 4220, 1970),
-        _TWO_ROWS: Cost(334, 1850, 6950),
-        _TWO_ROWS._replace(ahead=5): Cost(307, 4510, 1880),
+        _SMALL_2X1: Cost(334, 1850, 6950),
+        _SMALL_2X1._replace(ahead=5): Cost(307, 4510, 1880),
         _WIDE._replace(ahead=2): Cost(500, 7020, 1540),
-        _WIDE_TWO_ROWS._replace(ahead=2): Cost(374, 7770, 598),
+        _WIDE_2X1._replace(ahead=2): Cost(374, 7770, 598),
     },
     "wgrad": {
         _SMALL_DYNAMIC: Cost(329, 483, 2980),
-        _TWO_ROWS: Cost(359, 445, 1440),
+        _SMALL_2X1: Cost(359, 445, 1440),
         _TALL: Cost(467, 914, 6850),
         _WIDE: Cost(464, 913, 905),
-        _WIDE_TWO_ROWS: Cost(459, 858, 7010),
+        _WIDE_2X1: Cost(459, 858, 7010),
         _LARGE[0]: Cost(660, 1280, 1510),
         _LARGE[1]: Cost(609, 1680, 1250),
         _LARGE[2]: Cost(653, 1350, 1510),
@@ -93,7 +93,7 @@ TILES: dict[str, dict[Tile, Cost]] = {
 }
 # Activations that are not gated take the time of gated ones.
 _GLU, _DGLU = TILES["glu"], TILES["dglu"]
-TILES["act"] = {tile: _GLU[tile] for tile in (_LOW[0], _LOW[2], _SMALL, _SMALL_DYNAMIC, _TWO_ROWS)}
+TILES["act"] = {tile: _GLU[tile] for tile in (_LOW[0], _LOW[2], _SMALL, _SMALL_DYNAMIC, _SMALL_2X1)}
 TILES["dact"] = {
     Tile(64, 64, True, 1, 1, ahead=4): Cost(185, 2270, 1520),
     **{
@@ -102,16 +102,16 @@ TILES["dact"] = {
             Tile(64, 128, True, 1, 2, ahead=5),
             _SMALL._replace(ahead=5),
             _SMALL_DYNAMIC,
-            _TWO_ROWS,
+            _SMALL_2X1,
         )
     },
 }
 # Of FP8 operands.
 FP8_TILES = {
-    "store": (_SMALL, _SMALL_DYNAMIC, _TWO_ROWS),
-    "glu": (_SMALL, _SMALL_DYNAMIC, _TWO_ROWS),
-    "act": (_SMALL, _SMALL_DYNAMIC, _TWO_ROWS),
-    "wgrad": (_SMALL_DYNAMIC, _TWO_ROWS),
+    "store": (_SMALL, _SMALL_DYNAMIC, _SMALL_2X1),
+    "glu": (_SMALL, _SMALL_DYNAMIC, _SMALL_2X1),
+    "act": (_SMALL, _SMALL_DYNAMIC, _SMALL_2X1),
+    "wgrad": (_SMALL_DYNAMIC, _SMALL_2X1),
 }
 
 
@@ -134,13 +134,13 @@ def supports_tile(
 
     More than 128 sums a thread leave no registers for biases and, of a gated one, transposed
     weights and narrow stripes; nor, in three slabs of 64 rows, for SiTUGLU; nor, in the backward of
-    clusters of two rows, for GEGLU and stripes of 16. A gated one has columns of whole stripes.
-    Where its gate and linear columns lie apart, each half of a transposed weight's columns fills a
-    row of shared memory, 64.
+    an activation, for stripes of 16 and, in clusters of two rows, for GEGLU. A gated one has
+    columns of whole stripes. Where its gate and linear columns lie apart, each half of a transposed
+    weight's columns fills a row of shared memory, 64.
     """
     spacious = tile.slabs * tile.n <= 256
     if kind == "dglu":
-        return spacious or tile.cluster_m == 1 or (activation != "geglu" and interleave != 16)
+        return spacious or (interleave != 16 and (tile.cluster_m == 1 or activation != "geglu"))
     if kind != "glu":
         return kind != "store" or spacious or not bias
     width = tile.n // 2

@@ -123,6 +123,12 @@ KERNELS += [
     for options in fp8_variants(kind, tile)
 ]
 KERNELS += other_activations()
+# With stripes of 16, of the tiles that leave the fewest registers, those that may have them.
+KERNELS += [
+    Spec("dglu", tile, **SWIGLU, **BLOCKS_OF_16, weight_major="n")
+    for tile in TILES["dglu"]
+    if tile.slabs * tile.n > 256 and supports_tile("dglu", tile, "n", 16, False)
+]
 
 
 def enough(specs):
