@@ -4,13 +4,17 @@
 
 for each TOOL of memcheck, racecheck, synccheck and initcheck. Without the variable, PyTorch's
 segments hide what lies beside a tensor. A run without the tool compiles all kernels beforehand.
+``--part K N`` runs every N-th tile and kernel from the K-th on, so that N processes share the work.
 
 initcheck takes what TMA has stored for uninitialised, so nothing here copies an output of a grouped
 product; that they write every element is for `test_sm90_grouped_gemm`, where outputs begin as NaN.
 """
 
+import argparse
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -35,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from sm90_in_tile import in_tile
 
 SIZES = (127, 0, 128, 129, 1, 190, 0, 40)
+PART = 0, 1
 GROUPS, ROWS, HIDDEN, INNER = len(SIZES), sum(SIZES) + 30, 136, 264
 # A column of tiles past the last, in a cluster of two across: 264 / 128 is odd.
 
@@ -42,6 +47,11 @@ GROUPS, ROWS, HIDDEN, INNER = len(SIZES), sum(SIZES) + 30, 136, 264
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """Normal numbers on the GPU."""
     return torch.randn(*shape, device="cuda").to(dtype)
+
+
+def own(items: Iterable[Any]) -> list[Any]:
+    """Those of this process."""
+    return list(items)[PART[0] :: PART[1]]
 
 
 def separate(weight: torch.Tensor) -> list[torch.Tensor]:
@@ -55,34 +65,42 @@ def products() -> int:  # noqa: PLR0912 (one branch for each kind of kernel)
         ends = grouped.group_ends(torch.tensor(SIZES, device="cuda", dtype=dtype), ROWS)
     x, dy, scales = random(ROWS, HIDDEN), random(ROWS, HIDDEN), torch.rand(ROWS, device="cuda")
     bias, w1 = random(GROUPS, 2 * INNER), random(GROUPS, 2 * INNER, HIDDEN)
-    preact = random(ROWS, 2 * INNER)
+    preact, d_preact, act = (random(ROWS, n) for n in (2 * INNER, 2 * INNER, INNER))
     w2, launches = random(GROUPS, HIDDEN, INNER), 0
     columns_first = w1.mT.contiguous().mT
     for interleave, activation in ((0, "swiglu"), (8, "clamped_qgeglu")):
         glu = Glu(activation, interleave, 1.0, 1.7, 1.0)
-        for tile in tiles.TILES["glu"]:
-            every = (([w1], None), (separate(w1), bias), ([columns_first], None))
-            for w, b in every if tile.n <= 128 else (([w1], None), (separate(w1), None)):
+        for tile in own(tiles.TILES["glu"]):
+            for w, b, major in (
+                ([w1], None, "k"),
+                (separate(w1), bias, "k"),
+                (separate(w1), None, "k"),
+                ([columns_first], None, "n"),
+            ):
+                if not tiles.supports_tile("glu", tile, major, interleave, b is not None):
+                    continue
                 for keep in (False, True):
                     with in_tile(tile):
-                        _, act = ops.grouped_glu(x, w, ends, scales, glu, b, keep)
+                        ops.grouped_glu(x, w, ends, scales, glu, b, keep)
                     launches += 1
-        for tile in tiles.TILES["dglu"]:
+        for tile in own(tiles.TILES["dglu"]):
+            if not tiles.supports_tile("dglu", tile, "n", interleave, False, activation):
+                continue
             for w in ([w2], separate(w2)):
                 for overwrite in (False, True):
                     with in_tile(tile):
-                        d_preact, act, _ = ops.grouped_dglu(
+                        ops.grouped_dglu(
                             dy, w, ends, preact.clone(), scales, glu, overwrite=overwrite
                         )
                     launches += 2
-    for tile in tiles.TILES["store"]:
+    for tile in own(tiles.TILES["store"]):
         with in_tile(tile):
             for w in ([w2], separate(w2)):
                 ops.grouped_mm(act, w, ends)
             for w in ([w1], separate(w1)):
                 ops.grouped_mm(d_preact, w, ends, None, None, True)
         launches += 4
-    for tile in tiles.TILES["wgrad"]:
+    for tile in own(tiles.TILES["wgrad"]):
         for dtype in (torch.bfloat16, torch.float32):
             grad = torch.zeros(GROUPS, 2 * INNER, HIDDEN, device="cuda", dtype=dtype)
             for out, accumulate in (([grad], False), ([grad], True), (separate(grad), True)):
@@ -103,12 +121,12 @@ def plain_activations() -> int:
     )
     glu, preact, launches = Glu("srelu"), random(ROWS, INNER), 0
     for of_rows in (scales, None):
-        for tile in tiles.TILES["act"]:
+        for tile in own(tiles.TILES["act"]):
             for keep in (False, True):
                 with in_tile(tile):
                     ops.grouped_glu(x, [w1], ends, of_rows, glu, bias, keep)
                 launches += 1
-        for tile in tiles.TILES["dact"]:
+        for tile in own(tiles.TILES["dact"]):
             with in_tile(tile):
                 ops.grouped_dglu(dy, [w2], ends, preact.clone(), of_rows, glu, overwrite=True)
             launches += 1 + (of_rows is not None)
@@ -132,7 +150,7 @@ def fp8_products() -> int:
         dy = random(hidden, padded, dtype=kind).t()
         dy_scale, x_scale = ones(padded // 128, hidden), ones(padded // 128, inner)
         columns = random(inner, padded, dtype=kinds[0]).t()
-        for tile in {tile for choices in tiles.FP8_TILES.values() for tile in choices}:
+        for tile in own(dict.fromkeys(t for kind in tiles.FP8_TILES.values() for t in kind)):
             with in_tile(tile):
                 ops.grouped_mm(x, w, ends, **scales)
                 for keep in (False, True):
@@ -234,12 +252,13 @@ def few_rows() -> None:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--part", nargs=2, type=int, default=PART, metavar=("K", "N"))
+    PART = tuple(parser.parse_args().part)
     torch.manual_seed(0)
     with torch.no_grad():
         launches = products() + plain_activations() + fp8_products()
-        rows()
-        dense()
-        quantize()
-        few_rows()
+        for function in own((rows, dense, quantize, few_rows)):
+            function()
     torch.cuda.synchronize()
     print(f"{launches} launches of grouped products, and every other kernel")  # noqa: T201
