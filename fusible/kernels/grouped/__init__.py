@@ -112,7 +112,7 @@ _grouped_mm = define(
 _grouped_mm_ = define(
     definitions.grouped_mm_,
     cuda=[sm90.grouped_mm_, pytorch.grouped_mm_, portable.grouped_mm_],
-    flops=flops.product_into,
+    flops=lambda out, *operands: flops.product(*operands),
 )
 
 
@@ -220,7 +220,7 @@ grouped_wgrad = define(
 grouped_wgrad_ = define(
     definitions.grouped_wgrad_,
     cuda=[sm90.grouped_wgrad_, pytorch.grouped_wgrad_, portable.grouped_wgrad_],
-    flops=flops.wgrad_into,
+    flops=lambda out, *operands: flops.wgrad(*operands),
 )
 
 
