@@ -80,16 +80,6 @@ def stored_product(x: Tensor, w: list[Tensor], *_: Any) -> int:
     return 2 * x.numel() * w[0].shape[-2]
 
 
-def product_into(out: Tensor, *operands: Any) -> int:
-    """Operations of `product` with its result given first."""
-    return product(*operands)
-
-
 def wgrad(dy: Tensor, x: Tensor, *_: Any) -> int:
     """Operations of ``dy[rows of e].T @ x[rows of e]`` for each group e."""
     return 2 * dy.numel() * x.shape[1]
-
-
-def wgrad_into(out: list[Tensor], *operands: Any) -> int:
-    """Operations of `wgrad` with its result given first."""
-    return wgrad(*operands)

@@ -38,11 +38,9 @@ class Unary(NamedTuple):
     backward: Callable[[Tensor, Tensor], Tensor]
 
 
-def _gelu_backward(dy: Tensor, x: Tensor) -> Tensor:
-    return torch.ops.aten.gelu_backward(dy, x, approximate="tanh")
-
-
-GELU = Unary(partial(F.gelu, approximate="tanh"), _gelu_backward)
+GELU = Unary(
+    partial(F.gelu, approximate="tanh"), partial(torch.ops.aten.gelu_backward, approximate="tanh")
+)
 """GELU in its tanh form, ``0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))``.
 
 Source: Hendrycks and Gimpel, "Gaussian Error Linear Units", arXiv 1606.08415, section 2.

@@ -282,11 +282,12 @@ class _Reader:
     def _check_shapes(self, parts: Sequence[OperandData]) -> None:
         op, experts = self.target.op, self.target.experts
         lead = () if experts is None else (experts,)
+        hint = "" if self.transposed else "; transposed=True takes entries [..., in, out]"
         for base, part in zip(self.bases, parts, strict=True):
             shape = tuple(part.shape)
             if len(shape) != len(lead) + 2 or shape[:-2] != lead or shape[-1] != op.in_features:
                 self.wrong.append(
-                    f"{base} must be of {(*lead, 'out', op.in_features)}, got {shape}{self._hint()}"
+                    f"{base} must be of {(*lead, 'out', op.in_features)}, got {shape}{hint}"
                 )
         self._raise()
         rows = [part.shape[-2] for part in parts]
@@ -301,9 +302,6 @@ class _Reader:
                 f"parts of {self.target.path} must have equally many output features, a multiple "
                 f"of glu_interleave_size, to alternate in blocks of {size}, got {rows}"
             )
-
-    def _hint(self) -> str:
-        return "" if self.transposed else "; transposed=True takes entries [..., in, out]"
 
     def _joined_bias(self, parts: Sequence[Tensor]) -> Tensor | None:
         if not parts:

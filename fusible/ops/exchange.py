@@ -321,17 +321,16 @@ class ReturnExchange:
         self, rows: Tensor, row_map: Tensor, weights: Tensor | None, values: Tensor | None
     ) -> Tensor:
         """Return each copy's sum of its rows; and give ``values`` by choice: ``moe.gather_sum``."""
-        if self._memory is not None:
-            out = self._slots(rows.shape[1], rows.dtype)
-            if out.table:
-                result = moe_kernels.gather_sum(rows, row_map, weights, values, out)
-                if result is not NotImplemented:
-                    return result[1]
-            sums, picked = moe.gather_sum(rows, row_map, weights, values)
-            out.copy_(sums)
-            return picked
+        out = None if self._memory is None else self._slots(rows.shape[1], rows.dtype)
+        if out is not None and out.table:
+            result = moe_kernels.gather_sum(rows, row_map, weights, values, out)
+            if result is not NotImplemented:
+                return result[1]
         sums, picked = moe.gather_sum(rows, row_map, weights, values)
-        self.rows(sums)
+        if out is None:
+            self.rows(sums)
+        else:
+            out.copy_(sums)
         return picked
 
     def rows(self, partial: Tensor) -> None:
@@ -377,7 +376,7 @@ def sum_copies(back: Tensor, sent_map: Tensor) -> Tensor:
 
 
 def send_choices(
-    ids: Tensor, probs: Tensor, sent_map: Tensor, exchange: Exchange, per_choice: bool, name: str
+    ids: Tensor, probs: Tensor, sent_map: Tensor, exchange: Exchange, per_choice: bool
 ) -> tuple[Tensor, Tensor]:
     """The expert ids and weights of the tokens that :func:`send` gives, ``[R, k]``.
 
@@ -388,7 +387,7 @@ def send_choices(
     k = ids.shape[1]
     # One message; ids from 1, so that zeros are no expert.
     message = torch.cat((_bytes(ids.int() + 1), _bytes(probs)), 1)
-    message = send(message, sent_map, exchange, name)
+    message = send(message, sent_map, exchange, "Dispatch")
     widths = 4 * k, probs.element_size() * k
     ids, probs = _split_bytes(message, widths, (torch.int32, probs.dtype))
     return ids - 1, probs
@@ -464,7 +463,7 @@ def receive(x: Tensor, probs: Tensor, ids: Tensor, settings: Settings) -> Receiv
         routed = _route_copies(ids, settings)
     exchange, sent_map = routed.exchange, routed.sent_map
     received = begin_send_as(x, settings.sent_as, sent_map, exchange, "Dispatch")()
-    ids, probs = send_choices(ids, probs, sent_map, exchange, mode == "rows", "Dispatch")
+    ids, probs = send_choices(ids, probs, sent_map, exchange, mode == "rows")
     return Received(received, probs, ids, routed, transport)
 
 
@@ -538,7 +537,7 @@ def _receive_all(x: Tensor, probs: Tensor, ids: Tensor, settings: Settings) -> R
         _check_processes_agree(table, tokens, max_tokens)
         by_group = exchange._replace(memory=None)
         received = begin_send_as(x, sent_as, sent_map, by_group, "Dispatch")()
-        ids, probs = send_choices(ids, probs, sent_map, by_group, False, "Dispatch")
+        ids, probs = send_choices(ids, probs, sent_map, by_group, False)
     rows = processes * padded * min(k, local)
     if receive_factor is not None:
         bound = math.ceil(receive_factor * padded * k)

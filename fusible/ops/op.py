@@ -554,15 +554,11 @@ def check_kwargs(
         names = tuple(p.name for p in parameters)
     if unknown := sorted(set(kwargs) - set(names)):
         known = [*names, *extra_inputs]
+        instead = "; copy the result: buffer.copy_(y)" if unknown[0] == "output" else ""
         raise ValueError(
             f"keyword arguments of {type(op).__name__} must be among {known or 'none'}, "
-            f"got {unknown}{did_you_mean(unknown[0], known)}{_copied(unknown[0])}"
+            f"got {unknown}{did_you_mean(unknown[0], known)}{instead}"
         )
-
-
-def _copied(name: str) -> str:
-    """Advice to use in place of a caller's buffer for the output."""
-    return "; copy the result: buffer.copy_(y)" if name == "output" else ""
 
 
 class FusedOperation(FusibleOperation):

@@ -168,7 +168,8 @@ def _make(group: Any, device: torch.device, nbytes: int) -> PeerMemory | str:
     backend = group._get_backend(device)
     if backend.name() != "nccl":
         return "the group's backend is not NCCL"
-    hosts, gpus = zip(*_everyone(group, (_host(), _gpu(device))), strict=True)
+    gpu = str(torch.cuda.get_device_properties(device).uuid)
+    hosts, gpus = zip(*_everyone(group, (_host(), gpu)), strict=True)
     if len(set(hosts)) > 1:
         return "the processes are on several hosts"
     if len(set(gpus)) < len(gpus):
@@ -195,10 +196,6 @@ def _host() -> tuple[str, str]:
     """The identity of this host, or container."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return socket.gethostname(), boot.read_text().strip() if boot.exists() else ""
-
-
-def _gpu(device: torch.device) -> str:
-    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def _rendezvous(group: Any, device: torch.device, nbytes: int) -> tuple[Tensor, Any]:

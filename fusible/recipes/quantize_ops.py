@@ -79,10 +79,6 @@ def dequantize_by_formulas(matrix: QuantizedMatrix, dtype: torch.dtype) -> Tenso
     return quantization.dequantize(matrix, dtype)
 
 
-def _empty_values(matrix: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
-    return matrix.data.new_empty(matrix.shape, dtype=dtype)
-
-
 def _check(x: Tensor, ends: Tensor | None, fmt: NumberFormat, key: Tensor | None) -> None:
     """Raise the errors of ``fusible::quantize``, which are those of `quantization.quantize`."""
     check_group_ends(x, fmt, ends)
@@ -145,7 +141,9 @@ def _dequantize_op_of(implementation: Implementation) -> Callable[..., Any]:
 
 
 _on_cuda = _by_formulas = Implementation(quantize_by_formulas, dequantize_by_formulas)
-_fake = Implementation(empty, _empty_values)
+_fake = Implementation(
+    empty, lambda matrix, dtype: matrix.data.new_empty(matrix.shape, dtype=dtype)
+)
 _quantize_op = library.define(_quantize_op_of(_by_formulas), _quantize_op_of(_fake))
 _dequantize_op = library.define(_dequantize_op_of(_by_formulas), _dequantize_op_of(_fake))
 

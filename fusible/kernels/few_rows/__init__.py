@@ -70,7 +70,8 @@ def _product(
     glu: Glu | None,
 ) -> Tensor | NotImplementedType:
     groups, features, depth = shape = _shape(w, fmt)
-    if not (_reads(x, w, fmt, shape) and (glu is None or _has_activation(glu, features))):
+    activated = glu is None or limits.supports_activation(glu.activation, glu.interleave, features)
+    if not (activated and _reads(x, w, fmt, shape)):
         return NotImplemented
     rows, columns = x.shape[0], features if glu is None else features // glu.sides
     if glu is None and bias is None:
@@ -158,10 +159,6 @@ def _reads(x: Tensor, w: StoredWeights, fmt: NumberFormat, shape: tuple[int, int
         and not any([t.data_ptr() % limits.ALIGNMENT_BYTES for t in w.data])
         and not any([t.data_ptr() % _SCALE_ALIGNMENT for t in w.scale])
     )
-
-
-def _has_activation(glu: Glu, features: int) -> bool:
-    return limits.supports_activation(glu.activation, glu.interleave, features)
 
 
 def _addresses(

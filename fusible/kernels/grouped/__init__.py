@@ -82,15 +82,15 @@ __all__ = [
 # --- groups ---------------------------------------------------------------------------------------
 
 
-def _group_ends_fake(split_sizes: Tensor, rows: int) -> Tensor:
-    return split_sizes.new_empty(split_sizes.shape, dtype=torch.int32)
-
-
 def _group_ends_cuda(split_sizes: Tensor, rows: int) -> Tensor | NotImplementedType:
     return NotImplemented if checks_enabled() else sm90.group_ends(split_sizes, rows)
 
 
-group_ends = define(groups.group_ends, _group_ends_fake, [_group_ends_cuda])
+group_ends = define(
+    groups.group_ends,
+    lambda sizes, rows: sizes.new_empty(sizes.shape, dtype=torch.int32),
+    [_group_ends_cuda],
+)
 check_alignment = define(groups.check_alignment)
 
 
@@ -112,7 +112,7 @@ _grouped_mm = define(
 _grouped_mm_ = define(
     definitions.grouped_mm_,
     cuda=[sm90.grouped_mm_, pytorch.grouped_mm_, portable.grouped_mm_],
-    flops=flops.product_into,
+    flops=lambda out, *operands: flops.product(*operands),
 )
 
 
@@ -180,10 +180,6 @@ grouped_dglu = define(
 # --- products with weights as they are stored -----------------------------------------------------
 
 
-def _stored_mm_fake(x: Tensor, w: StoredWeights, *_: Any) -> Tensor:
-    return x.new_empty(x.shape[0], w.data[0].shape[-2])
-
-
 def _stored_glu_fake(x: Tensor, w: StoredWeights, *rest: Any) -> Tensor:
     *_, glu, _bias = rest
     return x.new_empty(x.shape[0], w.data[0].shape[-2] // glu.sides)
@@ -191,7 +187,7 @@ def _stored_glu_fake(x: Tensor, w: StoredWeights, *rest: Any) -> Tensor:
 
 stored_mm = define(
     stored.grouped_mm,
-    _stored_mm_fake,
+    lambda x, w, *_: x.new_empty(x.shape[0], w.data[0].shape[-2]),
     [few_rows.grouped_mm, partial(stored.grouped_mm, product=_grouped_mm)],
     flops.stored_product,
     name="grouped_mm_stored",
@@ -209,12 +205,7 @@ stored_glu = define(
 
 
 def _grouped_wgrad_fake(
-    dy: Tensor,
-    x: Tensor,
-    ends: Tensor,
-    out_dtype: torch.dtype | None,
-    dy_scale: Tensor | None,
-    x_scale: Tensor | None,
+    dy: Tensor, x: Tensor, ends: Tensor, out_dtype: torch.dtype | None, *_: Any
 ) -> Tensor:
     shape = ends.shape[0], dy.shape[1], x.shape[1]
     return dy.new_empty(shape, dtype=out_dtype or value_dtype(dy.dtype))
@@ -229,14 +220,8 @@ grouped_wgrad = define(
 grouped_wgrad_ = define(
     definitions.grouped_wgrad_,
     cuda=[sm90.grouped_wgrad_, pytorch.grouped_wgrad_, portable.grouped_wgrad_],
-    flops=flops.wgrad_into,
+    flops=lambda out, *operands: flops.wgrad(*operands),
 )
-
-
-def _grouped_sum_fake(
-    dy: Tensor, ends: Tensor, row_scale: Tensor | None, index: Tensor | None
-) -> Tensor:
-    return dy.new_empty(ends.shape[0], dy.shape[1])
 
 
 def _grouped_dots_fake(dy: Tensor, bias: Tensor, ends: Tensor, index: Tensor | None) -> Tensor:
@@ -245,7 +230,9 @@ def _grouped_dots_fake(dy: Tensor, bias: Tensor, ends: Tensor, index: Tensor | N
 
 
 grouped_sum = define(
-    bias_gradients.grouped_sum, _grouped_sum_fake, [bias_gradients.grouped_sum_cuda]
+    bias_gradients.grouped_sum,
+    lambda dy, ends, *_: dy.new_empty(ends.shape[0], dy.shape[1]),
+    [bias_gradients.grouped_sum_cuda],
 )
 grouped_dots = define(
     bias_gradients.grouped_dots, _grouped_dots_fake, [bias_gradients.grouped_dots_cuda]

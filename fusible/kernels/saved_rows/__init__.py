@@ -88,24 +88,13 @@ def restore_rows(
 
     All bits of a copy that did not fit are set, which is NaN in every floating-point format.
     """
-    restored = _restored(memory, ends, copy, copies, shape, dtype)
+    restored = memory.new_empty(tuple(shape), dtype=dtype)
     _, parts, capacity = _numbers(memory, copies)
     units = restored.view(torch.uint8).view(-1, UNIT)
     place, inside, stop = _places(memory, len(units), len(units) // shape[0], ends, copy, copies)
     copied = torch.where(stop <= capacity, parts[place], 255)
     units.copy_(torch.where(inside[:, None], copied, 0))
     return restored
-
-
-def _restored(
-    memory: Tensor,
-    ends: Tensor,
-    copy: int,
-    copies: int,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-) -> Tensor:
-    return memory.new_empty(tuple(shape), dtype=dtype)
 
 
 def _launch(name: str, memory: Tensor, rows: Tensor, ends: Tensor, copy: int, copies: int) -> None:
@@ -145,10 +134,14 @@ def _restore_on_cuda(
 ) -> Tensor | NotImplementedType:
     if not (_fits(memory) and ends.dtype == torch.int32 and ends.is_contiguous()):
         return NotImplemented
-    restored = _restored(memory, ends, copy, copies, shape, dtype)
+    restored = memory.new_empty(tuple(shape), dtype=dtype)
     _launch("restore", memory, restored, ends, copy, copies)
     return restored
 
 
 save = define(save_rows, None, [_save_on_cuda])
-restore = define(restore_rows, _restored, [_restore_on_cuda])
+restore = define(
+    restore_rows,
+    lambda memory, ends, copy, copies, shape, dtype: memory.new_empty(tuple(shape), dtype=dtype),
+    [_restore_on_cuda],
+)

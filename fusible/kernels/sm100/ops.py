@@ -238,14 +238,14 @@ class _KernelOutputs(NamedTuple):
     """FP32 ``[groups, parts]`` of BF16 elements, before they were rounded."""
 
 
-def _activated(out: Any, x: Tensor, row: str, column: str) -> _KernelOutputs:
-    """Outputs of a kernel, named ``row`` and ``column``, scales as the next kernel reads them."""
+def _activated(out: Any, x: Tensor, row: str) -> _KernelOutputs:
+    """Outputs of a kernel, row-wise ones named ``row``, scales as the next kernel reads them."""
     if x.dtype != FP8:
         amax = out["amax_tensor"]
         return _wide(out[row], None if amax is None else amax.flatten(1))
     scales = out["sfd_row_tensor"].reshape(-1)
     column_scales = out["sfd_col_tensor"].reshape(_column_scales(*out[row].shape))
-    return _KernelOutputs(out[row], scales, out[column], column_scales, _nothing(x))
+    return _KernelOutputs(out[row], scales, out["d_col_tensor"], column_scales, _nothing(x))
 
 
 def _wide(d: Tensor, amax: Tensor | None) -> _KernelOutputs:
@@ -313,7 +313,7 @@ def _glu(
         bias_tensor=None if bias is None else bias.t(),
         prob_tensor=prob,
     )
-    return out["c_tensor"], *_activated(out, x, "d_tensor", "d_col_tensor")
+    return out["c_tensor"], *_activated(out, x, "d_tensor")
 
 
 glu = define(_glu, _glu_outputs, flops=_forward_flops, name="sm100_glu")
@@ -364,7 +364,7 @@ def _dglu(
         generate_dbias=bias,
     )
     dbias = out["dbias_tensor"].flatten(1) if bias else c.new_empty(0, 2 * weights.n)
-    return *_activated(out, x, "d_row_tensor", "d_col_tensor"), dprob, dbias
+    return *_activated(out, x, "d_row_tensor"), dprob, dbias
 
 
 dglu = define(_dglu, _dglu_outputs, flops=_dgrad_flops, name="sm100_dglu")
