@@ -19,7 +19,8 @@ from typing import Literal, TypeGuard
 import torch
 from torch import Tensor
 
-from fusible.recipes.formats import NumberFormat
+from fusible.calls import is_traced
+from fusible.recipes.formats import HADAMARD, NumberFormat
 from fusible.recipes.grouped import GroupedTensor
 from fusible.recipes.matrix import Operand, QuantizedMatrix, Uses
 from fusible.recipes.quantize_ops import dequantize_matrix, quantize_for
@@ -105,10 +106,15 @@ def quantize_operand(
         )
     rowwise, columnwise = _uses(role, products)
     has_columnwise = x.columnwise_data is not None or not fmt.directional
+    in_blocks = not (fmt.hadamard and columnwise) or _transforms_blocks_of(x, ends)
+    has_columnwise = has_columnwise and in_blocks
     missing = Uses(rowwise and x.rowwise_data is None, columnwise and not has_columnwise)
     made = Operand()
     if any(missing):
-        made = quantize_for(x.dequantize(), fmt, missing, ends if x.ends is None else x.ends)
+        rows, groups = x.dequantize(), ends if x.ends is None else x.ends
+        if not in_blocks:
+            rows, groups = rows.reshape(-1, rows.shape[-1]), ends
+        made = quantize_for(rows, fmt, missing, groups)
     return Operand(
         _checked_matrix(x, fmt, False) if rowwise and not missing.row else made.row,
         _checked_matrix(x, fmt, True) if columnwise and not missing.column else made.column,
@@ -123,6 +129,27 @@ def _is_stored_for(x: WrapperTensor, fmt: NumberFormat) -> bool:
         and x.format_constants == fmt.as_constants()
         and data.shape[-1] * fmt.element.per_byte == x.shape[-1]
     )
+
+
+def _transforms_blocks_of(x: WrapperTensor, ends: Tensor | None) -> bool:
+    """Whether blocks of rows begin in ``x`` where they do in a product with groups up to ``ends``.
+
+    Both operands of a weight gradient must be transformed by ``recipes.hadamard`` in the same ones.
+    Raises ValueError on the CPU if both have groups, of other sizes; elsewhere nothing reads these.
+    """
+    if (x.ends is None) != (ends is None):
+        return False
+    if x.ends is None:
+        return x.dim() == 2 or x.shape[-2] % HADAMARD == 0
+    if x.device.type == "cpu" and not is_traced():
+        own, of_product = (t.clamp(max=x.shape[0]).tolist() for t in (x.ends, ends))
+        if own != of_product:
+            raise ValueError(
+                "the groups of a quantized operand must be those of the product, whose weight "
+                f"gradient transforms both alike, got end rows {own} for {of_product}; quantize it "
+                "with the same split sizes, or pass its values"
+            )
+    return True
 
 
 def _checked_matrix(x: WrapperTensor, fmt: NumberFormat, columnwise: bool) -> QuantizedMatrix:
