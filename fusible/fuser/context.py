@@ -37,6 +37,8 @@ class OperationContext:
             parametrization once more.
         leaves: in the backward of an op that ``accumulates_grads``, the parameters that the forward
             used, None in the place of one that is computed; never while compiling.
+        collects_grads: in the backward of such an op, whether this one collects gradients of its
+            parameters, which those with ``inputs=`` may leave out.
         grouped_rows: in the forward, places of rows ``[M, F]`` among ``to_save`` of which the
             backward reads none past the last group, that is those of ``row_ends``.
         row_ends: in the forward, the end row of each group, int32 ``[E]``.
@@ -74,6 +76,7 @@ class OperationContext:
     autocast_dtype: torch.dtype | None
     parameters: Sequence[Tensor]
     leaves: Sequence[Tensor | None]
+    collects_grads: bool = True
     to_save: tuple[Tensor | None, ...] = ()
     grouped_rows: tuple[int, ...] = ()
     row_ends: Tensor | None = None

@@ -251,6 +251,7 @@ class RunFunction(torch.autograd.Function):
             for i in schedule.accumulating:
                 nodes = fctx.next_functions[schedule.params[i]]
                 contexts[i].leaves = [_leaf(node) for node, _ in nodes]
+                contexts[i].collects_grads = any([_will_run(node) for node, _ in nodes])
         aliases = None
         if checks_memory:
             check_grad_input(schedule.plan.basic_ops, contexts[0], grads, saved)
@@ -323,6 +324,17 @@ def _leaf(node: Any) -> Tensor | None:
     """The tensor whose gradient an autograd node accumulates, or None if it does no such thing."""
     kind = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
     return node.variable if isinstance(node, kind) else None
+
+
+def _will_run(node: Any) -> bool:
+    """Whether this backward collects the gradient of a parameter: not if ``inputs=`` leaves it out.
+
+    PyTorch raises an error where the gradient is a result, of ``torch.autograd.grad``.
+    """
+    try:
+        return node is not None and torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return True
 
 
 def _begin_sending(

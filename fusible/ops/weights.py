@@ -245,7 +245,7 @@ class WeightedOperation(CastingOp):
                 gradients do not go to autograd, and a weight is computed from others.
         """
         nothing = (None,) * self.num_weights
-        if not ctx.needs.params[0]:
+        if not (ctx.needs.params[0] and ctx.collects_grads):
             return nothing
         if not self.accumulates_grads:
             return self.as_weight_grads(gradient.compute(None, False))
@@ -315,11 +315,13 @@ class WeightedOperation(CastingOp):
 
         It is added to ``main_grad``, or to ``.grad`` as ``backward()`` does it, of the weights that
         the forward used; those without ``requires_grad`` by now get none. Does nothing if no
-        backward is waiting.
+        backward is waiting; one that an error ended does not wait.
 
         Raises:
             RuntimeError: what it reads was written to since that backward.
         """
+        while self._delayed and self._delayed[0].backward.failed:
+            self._delayed.popleft()
         if not self._delayed:
             return
         delayed = self._delayed.popleft()

@@ -141,8 +141,17 @@ def main_grads(weights: Sequence[Tensor], op_name: str) -> MainGrads:
         if hasattr(weight, "__fsdp_param__"):
             weight.main_grad = weight.get_main_grad()  # type: ignore[attr-defined]
         buffers.append(_checked(getattr(weight, "main_grad", None), weight, op_name))
-    overwrite = [bool(getattr(weight, "overwrite_main_grad", False)) for weight in weights]
-    return MainGrads(tuple(weights), tuple(buffers), tuple(overwrite))
+    overwrite = tuple([_overwrites(weight) for weight in weights])
+    return MainGrads(tuple(weights), tuple(buffers), overwrite)
+
+
+def _overwrites(weight: Any) -> bool:
+    """``overwrite_main_grad``, for the first gradient of a weight in a backward."""
+    if not getattr(weight, "overwrite_main_grad", False):
+        return False
+    backward, last = torch._C._current_graph_task_id(), getattr(weight, "_overwritten_in", -1)
+    weight._overwritten_in = backward
+    return backward < 0 or backward != last
 
 
 def _checked(main_grad: Any, weight: Tensor, op_name: str) -> Tensor:
@@ -194,6 +203,24 @@ def dummy_wgrad(weight: Tensor) -> Tensor | None:
     return make(weight.shape, dtype=weight.dtype, device=weight.device)
 
 
+class Backward:
+    """The backward that is running now."""
+
+    def __init__(self) -> None:
+        self._task = torch._C._current_graph_task_id()
+        self._ended = self._task < 0
+        if not self._ended:
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def _end(self) -> None:
+        self._ended = True  # without an error, else autograd does not call this
+
+    @property
+    def failed(self) -> bool:
+        """Whether it is over, and an error ended it."""
+        return not self._ended and self._task != torch._C._current_graph_task_id()
+
+
 class DelayedWgrad(NamedTuple):
     """A weight gradient that waits for ``backward_dw()``, and where it is to go."""
 
@@ -205,6 +232,7 @@ class DelayedWgrad(NamedTuple):
     into: MainGrads | None
     versions: tuple[int | None, ...]
     """The versions of the tensors that it reads."""
+    backward: Backward
 
     @classmethod
     def of(
@@ -216,7 +244,8 @@ class DelayedWgrad(NamedTuple):
     ) -> DelayedWgrad:
         """One of a backward that is running, while the module holds the weights ``held``."""
         same = tuple([w is h for w, h in zip(weights, held, strict=True)])
-        return cls(gradient, tuple(weights), same, into, tuple(map(_version, gradient.reads)))
+        versions = tuple(map(_version, gradient.reads))
+        return cls(gradient, tuple(weights), same, into, versions, Backward())
 
     def targets(self, held: Sequence[Tensor | None]) -> list[Tensor]:
         """The weights; for one that the module held, its shard if it is sharded now.

@@ -1,4 +1,4 @@
-"""Weight gradients of operands that arrive quantized, where both are transformed in blocks of rows."""
+"""Weight gradients of operands that arrive quantized, if both are transformed by blocks of rows."""
 
 import pytest
 import torch
