@@ -146,9 +146,11 @@ def main_grads(weights: Sequence[Tensor], op_name: str) -> MainGrads:
 
 
 def _overwrites(weight: Any) -> bool:
-    """``overwrite_main_grad``, for the first gradient of a weight in a backward."""
+    """``overwrite_main_grad``, for the first gradient of a weight in a backward; compiled, all."""
     if not getattr(weight, "overwrite_main_grad", False):
         return False
+    if torch.compiler.is_compiling():
+        return True
     backward, last = torch._C._current_graph_task_id(), getattr(weight, "_overwritten_in", -1)
     weight._overwritten_in = backward
     return backward < 0 or backward != last

@@ -139,7 +139,7 @@ def _transforms_blocks_of(x: WrapperTensor, ends: Tensor | None) -> bool:
     """
     if (x.ends is None) != (ends is None):
         return False
-    if x.ends is None:
+    if x.ends is None or ends is None:
         return x.dim() == 2 or x.shape[-2] % HADAMARD == 0
     if x.device.type == "cpu" and not is_traced():
         own, of_product = (t.clamp(max=x.shape[0]).tolist() for t in (x.ends, ends))
