@@ -222,7 +222,7 @@ class RunFunction(torch.autograd.Function):
         fctx.save_for_backward(*saved)
         checks_memory = slots is None and (schedule.writes_grads or kwargs is not None)
         fctx.call = schedule, slots, states, checks_memory
-        outputs = _unaliased_outputs(outputs, tensors)
+        outputs = _unaliased_outputs(outputs, tensors, saved)
         if len(outputs) > 1:
             grad = schedule.plan.grad
             fctx.mark_non_differentiable(
@@ -505,20 +505,29 @@ def _sum(total: Tensor | None, grad: Tensor) -> Tensor:
     return grad if total is None else total + grad
 
 
-def _unaliased_outputs(outputs: list[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+def _unaliased_outputs(
+    outputs: list[Tensor], inputs: Sequence[Tensor], saved: Sequence[Tensor | None]
+) -> list[Tensor]:
     """The outputs of a run, as tensors that autograd can tell from its inputs and from each other.
 
-    Eager, one that is an input or an earlier output becomes a view of it. PyTorch's compiled code
-    must not return two views of one tensor, since it takes the gradient of that tensor for that
-    of each view, nor the same tensor twice. Those are copied. The other outputs become aliases
-    that autograd does not see as views: torch 2.11 makes each tensor of the forward an output of
-    the function, so a tensor that a no-op cast returned would be two outputs, one without a
-    gradient.
+    Eager, one that is an input or an earlier output becomes a view of it, and one that is a view of
+    memory that nothing else here has becomes no view: a caller may write to it.
+
+    PyTorch's compiled code must not return two views of one tensor, since it takes the gradient of
+    that tensor for that of each view, nor the same tensor twice. Those are copied. The other
+    outputs become aliases that autograd does not see as views: torch 2.11 makes each tensor of the
+    forward an output of the function, so a tensor that a no-op cast returned would be two outputs,
+    one without a gradient.
     """
     if not torch.compiler.is_compiling():
-        ids = list(map(id, (*inputs, *outputs)))
-        first = len(inputs)
-        return [t.view_as(t) if id(t) in ids[:i] else t for i, t in enumerate(outputs, first)]
+        others = [*inputs, *outputs]
+        ids, first = list(map(id, others)), len(inputs)
+        for i, t in enumerate(outputs, first):
+            if id(t) in ids[:i]:
+                outputs[i - first] = t.view_as(t)
+            elif t._is_view() and not _shares_memory(t, (*others[:i], *others[i + 1 :], *saved)):
+                outputs[i - first] = torch.ops.aten._unsafe_view(t, t.shape)
+        return outputs
     distinct: list[Tensor] = []
     for i, t in enumerate(outputs):
         if any([t is other for other in (*inputs, *outputs[:i])]):
@@ -526,3 +535,8 @@ def _unaliased_outputs(outputs: list[Tensor], inputs: Sequence[Tensor]) -> list[
         else:
             distinct.append(torch.ops.aten._unsafe_view(t, t.shape))
     return distinct
+
+
+def _shares_memory(t: Tensor, others: Sequence[Tensor | None]) -> bool:
+    """Whether others have memory of the same allocation."""
+    return any([other is not None and torch._C._is_alias_of(t, other) for other in others])
