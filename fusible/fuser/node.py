@@ -539,4 +539,4 @@ def _unaliased_outputs(
 
 def _shares_memory(t: Tensor, others: Sequence[Tensor | None]) -> bool:
     """Whether others have memory of the same allocation."""
-    return any([other is not None and torch._C._is_alias_of(t, other) for other in others])
+    return any([other is not None and torch._C._is_alias_of(t, other) for other in others])  # type: ignore[attr-defined]

@@ -65,7 +65,8 @@ def load_checkpoint(
             first output feature to the last.
         prefix: of all names.
         glu_interleave_size: parts alternate in blocks of so many output features, as the activation
-            of that argument reads them; by default one part follows the other.
+            of that argument reads them; by default one part follows the other. An entry that holds
+            all features is loaded as it is.
         transposed: entries in high precision are ``[..., in, out]``.
         requantize: round values again where the bits cannot be kept.
 
@@ -74,10 +75,12 @@ def load_checkpoint(
 
     Raises:
         ValueError: entries are missing or unexpected, or have other shapes or dtypes; there is no
-            such linear; values would be rounded a second time.
-        TypeError: a flag is no bool.
+            such linear; values would be rounded a second time; ``glu_interleave_size`` without
+            parts.
+        TypeError: a flag is no bool, or ``glu_interleave_size`` no int.
     """
     check_bools("load_checkpoint", transposed=transposed, requantize=requantize)
+    _check_interleave(glu_interleave_size, names)
     readers: list[_Reader] = []
     wrong: list[str] = []
     keys = sorted(checkpoint)
@@ -94,7 +97,23 @@ def load_checkpoint(
             wrong += error.sentences
     if wrong:
         raise ValueError(f"{'; '.join(wrong)}; nothing was loaded")
-    return {reader.target.path: _load(reader.target, reader.read()) for reader in readers}
+    return {
+        reader.target.path: _load(reader.target, reader.read(), reader.memory) for reader in readers
+    }
+
+
+def _check_interleave(size: int | None, names: Mapping[str, str | Sequence[str]]) -> None:
+    """Raise unless ``glu_interleave_size`` is an int, and the names of some weight are parts."""
+    if size is None:
+        return
+    if isinstance(size, bool) or not isinstance(size, int):
+        raise TypeError(f"glu_interleave_size of load_checkpoint must be an int, got {size!r}")
+    if all([isinstance(given, str) or len(given) < 2 for given in names.values()]):
+        raise ValueError(
+            "names of load_checkpoint must have a tuple of parts with glu_interleave_size, which "
+            f"interleaves these, got {dict(names)}; load an entry that holds gate and linear "
+            "features without it, for an activation whose glu_interleave_size is that of the entry"
+        )
 
 
 class _Wrong(Exception):
@@ -173,6 +192,8 @@ class _Reader:
         self.interleave = interleave if len(bases) > 1 else None
         self.transposed = transposed
         self.on_meta = False
+        self.memory: set[int] = set()
+        """The addresses of the memory of entries that were read."""
         self.wrong: list[str] = []
 
     def read(self, *, on_meta: bool = False) -> _ReadWeights:
@@ -249,6 +270,8 @@ class _Reader:
         if self.on_meta:
             weight = _without_values(weight)
             bias = None if bias is None else bias.to("meta")
+        read = entries.values() if bias is None else (*entries.values(), bias)
+        self.memory |= {entry.untyped_storage().data_ptr() for entry in read}
         if self.transposed and isinstance(weight, Tensor):
             weight = weight.mT
         return layout, weight, bias
@@ -333,8 +356,11 @@ def _numbers(found: set[int]) -> str:
 
 
 @torch.no_grad()
-def _load(target: _Target, given: _ReadWeights) -> str:
-    """Write a linear's weight and bias, as ``load_state_dict`` does; what was done."""
+def _load(target: _Target, given: _ReadWeights, memory: set[int]) -> str:
+    """Write a linear's weight and bias, as ``load_state_dict`` does; what was done.
+
+    ``memory`` is that of the checkpoint, which parameters that were on the meta device do not get.
+    """
     own, name = target.weight, given.layout.name
     in_high_precision = isinstance(given.parts[0], Tensor)
     if not isinstance(own, QuantizedTensor):
@@ -345,10 +371,24 @@ def _load(target: _Target, given: _ReadWeights) -> str:
         what = f"{name}, quantized to {own.format.name}"
     else:
         weight, what = _stored(given, own)
-    state = {"weight": weight} if given.bias is None else {"weight": weight, "bias": given.bias}
+    state = {"weight": weight}
+    if given.bias is not None:
+        named = target.holder.named_parameters()
+        dtypes = [p.dtype for name, p in named if name.rpartition(".")[2].startswith("bias")]
+        state["bias"] = given.bias.to(dtypes[0])
     assign = any([p.is_meta for p in target.holder.parameters()])
+    if assign:
+        state = {name: _apart_from(memory, t) for name, t in state.items()}
     target.holder.load_state_dict(state, assign=assign)
     return what
+
+
+def _apart_from(memory: set[int], t: Tensor) -> Tensor:
+    """A tensor, or a copy, that is contiguous and not in this memory."""
+    if isinstance(t, QuantizedTensor):
+        return t.with_pieces({name: _apart_from(memory, p) for name, p in t.pieces().items()})
+    own = t.is_contiguous() and t.untyped_storage().data_ptr() not in memory
+    return t if own else t.clone(memory_format=torch.contiguous_format)
 
 
 def _values(given: _ReadWeights, dtype: torch.dtype) -> Tensor:

@@ -511,3 +511,33 @@ def test_the_scale_of_a_matrix_may_have_any_float_dtype(dtype):
     made = matrix_of(*entries.values())
     assert made.scale.tolist() == [0.5]
     assert made.scale.dtype == torch.float32
+
+
+def test_an_entry_of_gate_and_up_is_not_interleaved():
+    state = {"experts.gate_up_proj": torch.randn(E, 2 * INNER, HIDDEN)}
+    linear = fz.GroupedLinear(E, HIDDEN, 2 * INNER, bias=False, single_grouped_weight=True)
+    with pytest.raises(ValueError, match="must have a tuple of parts with glu_interleave_size"):
+        load_checkpoint(linear, state, {"": "experts.gate_up_proj"}, glu_interleave_size=8)
+    for size in (True, 8.0):
+        with pytest.raises(TypeError, match="must be an int"):
+            load_checkpoint(linear, state, {"": "experts.gate_up_proj"}, glu_interleave_size=size)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_parameters_from_the_meta_device_do_not_share_the_checkpoints_memory(transposed, dtype):
+    with torch.device("meta"):
+        linears = [fz.Linear(8, 16, dtype=torch.bfloat16) for _ in range(2)]
+    weight = torch.randn(8, 16, dtype=dtype) if transposed else torch.randn(16, 8, dtype=dtype)
+    state = {"w.weight": weight, "w.bias": torch.randn(16, dtype=dtype)}
+    want = {name: entry.clone() for name, entry in state.items()}
+    for linear in linears:
+        load_checkpoint(linear, state, {"": "w"}, transposed=transposed)
+    with torch.no_grad():
+        linears[0].weight.zero_(), linears[0].bias.zero_()
+    loaded = want["w.weight"].mT if transposed else want["w.weight"]
+    assert torch.equal(linears[1].weight, loaded.bfloat16())
+    assert torch.equal(linears[1].bias, want["w.bias"].bfloat16())
+    assert linears[1].weight.is_contiguous()
+    for name, entry in state.items():
+        assert torch.equal(entry, want[name])
