@@ -222,7 +222,8 @@ class RunFunction(torch.autograd.Function):
         fctx.save_for_backward(*saved)
         checks_memory = slots is None and (schedule.writes_grads or kwargs is not None)
         fctx.call = schedule, slots, states, checks_memory
-        outputs = _unaliased_outputs(outputs, tensors, saved)
+        holders = saved if _makes_outputs(schedule, kwargs) else None
+        outputs = _unaliased_outputs(outputs, tensors, holders)
         if len(outputs) > 1:
             grad = schedule.plan.grad
             fctx.mark_non_differentiable(
@@ -506,12 +507,13 @@ def _sum(total: Tensor | None, grad: Tensor) -> Tensor:
 
 
 def _unaliased_outputs(
-    outputs: list[Tensor], inputs: Sequence[Tensor], saved: Sequence[Tensor | None]
+    outputs: list[Tensor], inputs: Sequence[Tensor], saved: Sequence[Tensor | None] | None
 ) -> list[Tensor]:
     """The outputs of a run, as tensors that autograd can tell from its inputs and from each other.
 
     Eager, one that is an input or an earlier output becomes a view of it, and one that is a view of
-    memory that nothing else here has becomes no view: a caller may write to it.
+    memory that nothing else has becomes no view: a caller may write to it. ``saved`` are the other
+    tensors that may have it; None if somebody else may.
 
     PyTorch's compiled code must not return two views of one tensor, since it takes the gradient of
     that tensor for that of each view, nor the same tensor twice. Those are copied. The other
@@ -525,7 +527,11 @@ def _unaliased_outputs(
         for i, t in enumerate(outputs, first):
             if id(t) in ids[:i]:
                 outputs[i - first] = t.view_as(t)
-            elif t._is_view() and not _shares_memory(t, (*others[:i], *others[i + 1 :], *saved)):
+            elif (
+                saved is not None
+                and t._is_view()
+                and not _shares_memory(t, (*others[:i], *others[i + 1 :], *saved))
+            ):
                 outputs[i - first] = torch.ops.aten._unsafe_view(t, t.shape)
         return outputs
     distinct: list[Tensor] = []
@@ -535,6 +541,11 @@ def _unaliased_outputs(
         else:
             distinct.append(torch.ops.aten._unsafe_view(t, t.shape))
     return distinct
+
+
+def _makes_outputs(schedule: Schedule, kwargs: Kwargs | None) -> bool:
+    """Whether the memory of outputs is new: no caller's buffer, nothing that users' ops hold."""
+    return kwargs is None and not any([step.is_users for step in schedule.forward])
 
 
 def _shares_memory(t: Tensor, others: Sequence[Tensor | None]) -> bool:

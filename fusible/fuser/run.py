@@ -474,7 +474,7 @@ def _parametrize_cached() -> Iterator[None]:
 
 def _numbers(values: Sequence[Any]) -> Tensor:
     try:
-        return torch.tensor(values)
+        return torch.tensor(values, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(
             f"extra inputs must be tensors or lists of numbers, got {values!r:.80}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -176,6 +176,10 @@ class Sequential(PatchesCounted, nn.Sequential):
 
     def __add__(self, other: Iterable[nn.Module]) -> Sequential:
         return type(self)(*self, *other)
+
+    def __iadd__(self, other: Iterable[nn.Module]) -> Self:
+        self.extend(other)
+        return self
 
     def __mul__(self, times: int) -> Sequential:
         return type(self)(*super().__mul__(times))
@@ -458,6 +462,11 @@ def _by_op(
                 f"{f'index {key}, ' if isinstance(key, int) else ''}{type(op).__name__}{of}"
             )
         check_kwargs(op, kwargs)
+        if kwargs and (places := sum([one is op for one in partition.ops])) > 1:
+            raise ValueError(
+                f"an op with op_kwargs must be once in its Sequential, got {type(op).__name__} "
+                f"{places} times; use two ops with one weight"
+            )
         by_op[op] = kwargs
     for part in partition.parts:
         run = partition.ops[part.ops]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fusible.calls import is_traced
 from fusible.library import define
 from fusible.recipes.formats import NumberFormat
 from fusible.recipes.quantizer import Quantizer
@@ -128,7 +129,7 @@ def _sizes_of(x: Tensor, num_groups: int, first_dims: Tensor | None) -> dict[str
             )
         rows = x.shape[0] // num_groups
         first_dims = torch.full((num_groups,), rows, dtype=torch.int64, device=x.device)
-    _check_first_dims(first_dims, num_groups, x.device)
+    _check_first_dims(first_dims, num_groups, x)
     offsets, ends = group_offsets(first_dims, x.shape[1])
     return dict(zip(_SIZES, (first_dims, offsets, ends), strict=True))
 
@@ -196,7 +197,8 @@ def group_dequantize(g: GroupedTensor, dtype: torch.dtype | None = None) -> Grou
     return GroupedTensor(pieces | {"rowwise_data": values}, None, g.shape, values.dtype, g.uniform)
 
 
-def _check_first_dims(first_dims: Tensor, num_groups: int, device: torch.device) -> None:
+def _check_first_dims(first_dims: Tensor, num_groups: int, x: Tensor) -> None:
+    device = x.device
     problems = {
         f"int32 or int64, got {first_dims.dtype}": first_dims.dtype in (torch.int32, torch.int64),
         f"of shape ({num_groups},), got {tuple(first_dims.shape)}": (
@@ -207,3 +209,10 @@ def _check_first_dims(first_dims: Tensor, num_groups: int, device: torch.device)
     wrong = [sentence for sentence, holds in problems.items() if not holds]
     if wrong:
         raise ValueError(f"first_dims must be {' and '.join(wrong)}")
+    if device.type == "cpu" and not is_traced():  # elsewhere the host would have to wait
+        sizes = first_dims.tolist()
+        if min(sizes, default=0) < 0 or sum(sizes) > x.shape[0]:
+            raise ValueError(
+                f"first_dims must not be negative, and sum to at most the {x.shape[0]} rows, got "
+                f"{sizes}"
+            )

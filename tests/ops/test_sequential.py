@@ -423,3 +423,28 @@ def test_require():
         small(require=["nothing"])
     with pytest.raises(fz.NotFused, match="linear_add is required but no run of ops fits its"):
         small(require=["linear_add"])(x)
+
+
+def test_modules_are_appended_in_place():
+    first, second = fz.Linear(4, 4), fz.GELU()
+    model = same = fz.Sequential(first)
+    model += [second]
+    assert model is same
+    assert list(model) == [first, second]
+    x = torch.randn(2, 4)
+    assert torch.equal(model(x), second(first(x)))
+
+
+def test_a_buffer_for_an_op_that_comes_twice_is_refused():
+    linear = fz.BasicLinear(8, 8)
+    model = fz.Sequential(linear, fz.GELU(), linear)
+    with pytest.raises(ValueError, match="must be once in its Sequential, got BasicLinear 2 times"):
+        model(torch.randn(2, 8), op_kwargs={-1: {"output": torch.empty(2, 8)}})
+
+
+def test_lists_are_numbers_of_the_host():
+    op = fz.GroupedLinear(2, 8, 8)
+    x = torch.randn(4, 8)
+    want = op(x, [1, 3])
+    with torch.device("meta"):
+        assert torch.equal(op(x, [1, 3]), want)

@@ -306,3 +306,10 @@ def test_a_view_of_the_same_shape_keeps_the_format_with_and_without_gradients():
         same = q.view_as(q)
     assert type(same) is type(q)
     assert torch.equal(same.rowwise_data.view(torch.uint8), q.rowwise_data.view(torch.uint8))
+
+
+@pytest.mark.parametrize("sizes", [[-3, 3], [3, 3]])
+def test_sizes_that_the_host_knows_are_checked(sizes):
+    x = torch.randn(4, 32)
+    with pytest.raises(ValueError, match="first_dims must not be negative, and sum to at most"):
+        recipes.group_quantize(x, recipes.MXFP8Quantizer(), 2, torch.tensor(sizes))
