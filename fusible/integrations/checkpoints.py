@@ -77,9 +77,14 @@ def load_checkpoint(
         ValueError: entries are missing or unexpected, or have other shapes or dtypes; there is no
             such linear; values would be rounded a second time; ``glu_interleave_size`` without
             parts.
-        TypeError: a flag is no bool, or ``glu_interleave_size`` no int.
+        TypeError: a flag is no bool, ``glu_interleave_size`` no int, or ``names`` no mapping.
     """
     check_bools("load_checkpoint", transposed=transposed, requantize=requantize)
+    if not isinstance(names, Mapping):
+        raise TypeError(
+            "names of load_checkpoint must map paths of linears to names in the checkpoint, such "
+            f'as {{"": "experts.down_proj"}}, got {names!r:.80}'
+        )
     _check_interleave(glu_interleave_size, names)
     readers: list[_Reader] = []
     wrong: list[str] = []

@@ -541,3 +541,8 @@ def test_parameters_from_the_meta_device_do_not_share_the_checkpoints_memory(tra
     assert linears[1].weight.is_contiguous()
     for name, entry in state.items():
         assert torch.equal(entry, want[name])
+
+
+def test_names_that_are_no_mapping():
+    with pytest.raises(TypeError, match="names of load_checkpoint must map paths of linears"):
+        load_checkpoint(fz.Linear(8, 8), {}, "experts.down_proj")
