@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fusible.fuser.backwards import Backward
 from fusible.fuser.plan import GradNeeds
 
 Tensors = Sequence[Tensor | None]
@@ -38,7 +39,9 @@ class OperationContext:
         leaves: in the backward of an op that ``accumulates_grads``, the parameters that the forward
             used, None in the place of one that is computed; never while compiling.
         collects_grads: in the backward of such an op, whether this one collects gradients of its
-            parameters, which those with ``inputs=`` may leave out.
+            weights, which those with ``inputs=`` may leave out.
+        backward: in the backward of such an op, the one of autograd, or that in which activation
+            checkpointing ran the forward again; None while compiling.
         grouped_rows: in the forward, places of rows ``[M, F]`` among ``to_save`` of which the
             backward reads none past the last group, that is those of ``row_ends``.
         row_ends: in the forward, the end row of each group, int32 ``[E]``.
@@ -77,6 +80,7 @@ class OperationContext:
     parameters: Sequence[Tensor]
     leaves: Sequence[Tensor | None]
     collects_grads: bool = True
+    backward: Backward | None = None
     to_save: tuple[Tensor | None, ...] = ()
     grouped_rows: tuple[int, ...] = ()
     row_ends: Tensor | None = None

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 from torch.utils._pytree import tree_leaves
 
+from fusible.fuser.backwards import Backward
 from fusible.fuser.context import OperationContext
 from fusible.fuser.error_notes import note_place
 from fusible.fuser.memory import AliasTracker, InputAliasTracker, check_grad_input, returned_grad
@@ -192,6 +193,14 @@ def _check_returned(
                 )
 
 
+def run_without_graph(
+    schedule: Schedule, operands: Sequence[Tensor], kwargs: Kwargs | None, tracing: bool
+) -> list[Tensor]:
+    """The outputs of a run that needs no gradients."""
+    outputs, _ = run_forward(schedule, operands, kwargs)
+    return outputs if tracing else _without_views(schedule, kwargs, outputs, operands)
+
+
 class RunFunction(torch.autograd.Function):
     """The whole run as one node, since forward and backward may be fused differently."""
 
@@ -221,9 +230,12 @@ class RunFunction(torch.autograd.Function):
             states.append((first, len(saved), context, rows))
         fctx.save_for_backward(*saved)
         checks_memory = slots is None and (schedule.writes_grads or kwargs is not None)
-        fctx.call = schedule, slots, states, checks_memory
-        holders = saved if _makes_outputs(schedule, kwargs) else None
-        outputs = _unaliased_outputs(outputs, tensors, holders)
+        # The backward in which activation checkpointing runs the forward again.
+        within = Backward.running() if schedule.accumulating and slots is None else None
+        fctx.call = schedule, slots, states, checks_memory, within
+        if slots is None:
+            outputs = _without_views(schedule, kwargs, outputs, (*tensors, *saved))
+        outputs = _unaliased_outputs(outputs, tensors)
         if len(outputs) > 1:
             grad = schedule.plan.grad
             fctx.mark_non_differentiable(
@@ -241,18 +253,22 @@ class RunFunction(torch.autograd.Function):
     def backward(fctx: Any, *grads: Tensor) -> Any:
         """Run backward; gives the gradients of the tensors that forward was given."""
         _refuse_second_derivatives()
-        schedule, slots, states, checks_memory = fctx.call
+        schedule, slots, states, checks_memory, within = fctx.call
         saved = fctx.saved_tensors
         # New contexts: nothing that the forward made is changed, so that a second backward works.
         contexts = [
             context.for_backward(with_rows(saved[first:last], rows))
             for first, last, context, rows in states
         ]
-        if slots is None:
+        if slots is None and schedule.accumulating:
+            if within is None or not within.is_running:
+                within = Backward.running()
             for i in schedule.accumulating:
                 nodes = fctx.next_functions[schedule.params[i]]
                 contexts[i].leaves = [_leaf(node) for node, _ in nodes]
-                contexts[i].collects_grads = any([_will_run(node) for node, _ in nodes])
+                weights = nodes[: schedule.plan.basic_ops[i].num_weights]
+                contexts[i].collects_grads = any([_will_run(node) for node, _ in weights])
+                contexts[i].backward = within
         aliases = None
         if checks_memory:
             check_grad_input(schedule.plan.basic_ops, contexts[0], grads, saved)
@@ -506,34 +522,20 @@ def _sum(total: Tensor | None, grad: Tensor) -> Tensor:
     return grad if total is None else total + grad
 
 
-def _unaliased_outputs(
-    outputs: list[Tensor], inputs: Sequence[Tensor], saved: Sequence[Tensor | None] | None
-) -> list[Tensor]:
+def _unaliased_outputs(outputs: list[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
     """The outputs of a run, as tensors that autograd can tell from its inputs and from each other.
 
-    Eager, one that is an input or an earlier output becomes a view of it, and one that is a view of
-    memory that nothing else has becomes no view: a caller may write to it. ``saved`` are the other
-    tensors that may have it; None if somebody else may.
-
-    PyTorch's compiled code must not return two views of one tensor, since it takes the gradient of
-    that tensor for that of each view, nor the same tensor twice. Those are copied. The other
-    outputs become aliases that autograd does not see as views: torch 2.11 makes each tensor of the
-    forward an output of the function, so a tensor that a no-op cast returned would be two outputs,
-    one without a gradient.
+    Eager, one that is an input or an earlier output becomes a view of it. PyTorch's compiled code
+    must not return two views of one tensor, since it takes the gradient of that tensor for that
+    of each view, nor the same tensor twice. Those are copied. The other outputs become aliases
+    that autograd does not see as views: torch 2.11 makes each tensor of the forward an output of
+    the function, so a tensor that a no-op cast returned would be two outputs, one without a
+    gradient.
     """
     if not torch.compiler.is_compiling():
-        others = [*inputs, *outputs]
-        ids, first = list(map(id, others)), len(inputs)
-        for i, t in enumerate(outputs, first):
-            if id(t) in ids[:i]:
-                outputs[i - first] = t.view_as(t)
-            elif (
-                saved is not None
-                and t._is_view()
-                and not _shares_memory(t, (*others[:i], *others[i + 1 :], *saved))
-            ):
-                outputs[i - first] = torch.ops.aten._unsafe_view(t, t.shape)
-        return outputs
+        ids = list(map(id, (*inputs, *outputs)))
+        first = len(inputs)
+        return [t.view_as(t) if id(t) in ids[:i] else t for i, t in enumerate(outputs, first)]
     distinct: list[Tensor] = []
     for i, t in enumerate(outputs):
         if any([t is other for other in (*inputs, *outputs[:i])]):
@@ -543,9 +545,32 @@ def _unaliased_outputs(
     return distinct
 
 
-def _makes_outputs(schedule: Schedule, kwargs: Kwargs | None) -> bool:
-    """Whether the memory of outputs is new: no caller's buffer, nothing that users' ops hold."""
-    return kwargs is None and not any([step.is_users for step in schedule.forward])
+def _without_views(
+    schedule: Schedule,
+    kwargs: Kwargs | None,
+    outputs: list[Tensor],
+    others: Sequence[Tensor | None],
+) -> list[Tensor]:
+    """The outputs, to which a caller may write: none is a view of memory that nothing else has.
+
+    Not for traced calls.
+    ``others`` are the run's inputs and saved tensors. Outputs in a caller's buffer, and those of
+    users' ops, which may hold the memory, stay as they are.
+    """
+    for t in outputs:  # not any(), which takes longer
+        if t._is_view():
+            break
+    else:
+        return outputs
+    has_users = any([step.is_users for step in schedule.forward])
+    if has_users or kwargs is not None:
+        return outputs
+    return [
+        t
+        if not t._is_view() or _shares_memory(t, (*others, *outputs[:i], *outputs[i + 1 :]))
+        else torch.ops.aten._unsafe_view(t, t.shape)
+        for i, t in enumerate(outputs)
+    ]
 
 
 def _shares_memory(t: Tensor, others: Sequence[Tensor | None]) -> bool:

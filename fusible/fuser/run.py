@@ -19,7 +19,13 @@ from fusible.fuser import target as targets
 from fusible.fuser.error_notes import note_op, outermost_call
 from fusible.fuser.expected import expected_of
 from fusible.fuser.memory import check_buffers
-from fusible.fuser.node import RunFunction, deduplicated, run_fast_path, run_formula, run_forward
+from fusible.fuser.node import (
+    RunFunction,
+    deduplicated,
+    run_fast_path,
+    run_formula,
+    run_without_graph,
+)
 from fusible.fuser.op_facts import facts_of_ops, features_read, gradient_needs
 from fusible.fuser.own_recipes import recipe_of_ops
 from fusible.fuser.partition import Part, Partition, partitioned, run_parts
@@ -160,7 +166,7 @@ class Run:
         if schedule.is_formula:
             return run_formula(schedule, self.ops[0].formula_of(len(params[0])), operands)
         if not schedule.plan.grad[-1].requires_grad:
-            outputs = tuple(run_forward(schedule, operands, kwargs)[0])
+            outputs = tuple(run_without_graph(schedule, operands, kwargs, tracing))
         elif tracing:
             tensors, slots = deduplicated(operands)
             outputs = RunFunction.apply(schedule, slots, kwargs, *tensors)

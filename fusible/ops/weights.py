@@ -251,9 +251,11 @@ class WeightedOperation(CastingOp):
             return self.as_weight_grads(gradient.compute(None, False))
         weights, into = self._leaf_weights(ctx), None
         if self.accumulate_into_main_grad:
-            into = main_grads(weights, type(self).__name__)
+            into = main_grads(weights, type(self).__name__, ctx.backward)
         if self.delay_wgrad_compute:
-            self._delayed.append(DelayedWgrad.of(gradient, weights, self._held_weights(), into))
+            self._drop_failed()
+            held = self._held_weights()
+            self._delayed.append(DelayedWgrad.of(gradient, weights, held, into, ctx.backward))
         else:
             assert into is not None
             into.accumulate(gradient)
@@ -320,8 +322,7 @@ class WeightedOperation(CastingOp):
         Raises:
             RuntimeError: what it reads was written to since that backward.
         """
-        while self._delayed and self._delayed[0].backward.failed:
-            self._delayed.popleft()
+        self._drop_failed()
         if not self._delayed:
             return
         delayed = self._delayed.popleft()
@@ -334,6 +335,11 @@ class WeightedOperation(CastingOp):
                 accumulate(weights, self.as_weight_grads(delayed.gradient.compute(None, False)))
         for hook in self._wgrad_hooks:
             hook()
+
+    def _drop_failed(self) -> None:
+        """Drop the oldest gradients whose backwards an error ended."""
+        while self._delayed and (backward := self._delayed[0].backward) and backward.failed:
+            self._delayed.popleft()
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], Any]) -> None:
         """Call ``hook()`` after every :meth:`backward_dw` that computed a gradient.

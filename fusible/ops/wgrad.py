@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fusible.formulas import cast
+from fusible.fuser.backwards import Backward
 from fusible.kernels import grouped
 from fusible.kernels.quantize import ScaledMatrix, elements_and_scale
 from fusible.kernels.stacking import write
@@ -121,9 +122,12 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return a.to(dtype) @ b.to(dtype)
 
 
-def main_grads(weights: Sequence[Tensor], op_name: str) -> MainGrads:
+def main_grads(
+    weights: Sequence[Tensor], op_name: str, backward: Backward | None = None
+) -> MainGrads:
     """The ``main_grad`` of every weight that needs one, in its shape, and ``overwrite_main_grad``.
 
+    The latter is for the first gradient of a weight in ``backward``; None: for all.
     A weight of Megatron-FSDP (``__fsdp_param__``) is asked for its buffer anew.
 
     Raises:
@@ -141,19 +145,18 @@ def main_grads(weights: Sequence[Tensor], op_name: str) -> MainGrads:
         if hasattr(weight, "__fsdp_param__"):
             weight.main_grad = weight.get_main_grad()  # type: ignore[attr-defined]
         buffers.append(_checked(getattr(weight, "main_grad", None), weight, op_name))
-    overwrite = tuple([_overwrites(weight) for weight in weights])
+    overwrite = tuple([_overwrites(weight, backward) for weight in weights])
     return MainGrads(tuple(weights), tuple(buffers), overwrite)
 
 
-def _overwrites(weight: Any) -> bool:
-    """``overwrite_main_grad``, for the first gradient of a weight in a backward; compiled, all."""
+def _overwrites(weight: Tensor, backward: Backward | None) -> bool:
     if not getattr(weight, "overwrite_main_grad", False):
         return False
-    if torch.compiler.is_compiling():
+    if backward is None:
         return True
-    backward, last = torch._C._current_graph_task_id(), getattr(weight, "_overwritten_in", -1)
-    weight._overwritten_in = backward
-    return backward < 0 or backward != last
+    is_first = id(weight) not in backward.overwritten
+    backward.overwritten.add(id(weight))
+    return is_first
 
 
 def _checked(main_grad: Any, weight: Tensor, op_name: str) -> Tensor:
@@ -205,24 +208,6 @@ def dummy_wgrad(weight: Tensor) -> Tensor | None:
     return make(weight.shape, dtype=weight.dtype, device=weight.device)
 
 
-class Backward:
-    """The backward that is running now."""
-
-    def __init__(self) -> None:
-        self._task = torch._C._current_graph_task_id()
-        self._ended = self._task < 0
-        if not self._ended:
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)
-
-    def _end(self) -> None:
-        self._ended = True  # without an error, else autograd does not call this
-
-    @property
-    def failed(self) -> bool:
-        """Whether it is over, and an error ended it."""
-        return not self._ended and self._task != torch._C._current_graph_task_id()
-
-
 class DelayedWgrad(NamedTuple):
     """A weight gradient that waits for ``backward_dw()``, and where it is to go."""
 
@@ -234,7 +219,8 @@ class DelayedWgrad(NamedTuple):
     into: MainGrads | None
     versions: tuple[int | None, ...]
     """The versions of the tensors that it reads."""
-    backward: Backward
+    backward: Backward | None
+    """The one that it is of; None if autograd runs none."""
 
     @classmethod
     def of(
@@ -243,11 +229,12 @@ class DelayedWgrad(NamedTuple):
         weights: Sequence[Tensor],
         held: Sequence[Tensor | None],
         into: MainGrads | None,
+        backward: Backward | None,
     ) -> DelayedWgrad:
         """One of a backward that is running, while the module holds the weights ``held``."""
         same = tuple([w is h for w, h in zip(weights, held, strict=True)])
         versions = tuple(map(_version, gradient.reads))
-        return cls(gradient, tuple(weights), same, into, versions, Backward())
+        return cls(gradient, tuple(weights), same, into, versions, backward)
 
     def targets(self, held: Sequence[Tensor | None]) -> list[Tensor]:
         """The weights; for one that the module held, its shard if it is sharded now.

@@ -95,6 +95,8 @@ def quantize_operand(
         return Operand(row_values=x, column_values=x)
     if is_quantized(x) and not _is_stored_for(x, fmt):
         x = torch.atleast_2d(x.dequantize())
+        if role != "weight":
+            x = x.flatten(0, -2)  # one matrix: blocks of rows go across
     if not is_quantized(x):
         if not products:
             return Operand()
