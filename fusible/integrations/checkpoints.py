@@ -80,12 +80,7 @@ def load_checkpoint(
         TypeError: a flag is no bool, ``glu_interleave_size`` no int, or ``names`` no mapping.
     """
     check_bools("load_checkpoint", transposed=transposed, requantize=requantize)
-    if not isinstance(names, Mapping):
-        raise TypeError(
-            "names of load_checkpoint must map paths of linears to names in the checkpoint, such "
-            f'as {{"": "experts.down_proj"}}, got {names!r:.80}'
-        )
-    _check_interleave(glu_interleave_size, names)
+    _check_names(names, glu_interleave_size)
     readers: list[_Reader] = []
     wrong: list[str] = []
     keys = sorted(checkpoint)
@@ -107,13 +102,23 @@ def load_checkpoint(
     }
 
 
-def _check_interleave(size: int | None, names: Mapping[str, str | Sequence[str]]) -> None:
-    """Raise unless ``glu_interleave_size`` is an int, and the names of some weight are parts."""
+def _check_names(names: Names, size: int | None) -> None:
+    """Raise unless ``names`` are names, and parts of some weight if ``glu_interleave_size`` is."""
+    given = names.values() if isinstance(names, Mapping) else [None]
+    parts = [[one] if isinstance(one, str) else one for one in given]
+    if not all([
+        isinstance(one, list | tuple) and one and all([isinstance(name, str) for name in one])
+        for one in parts
+    ]):  # fmt: skip
+        raise TypeError(
+            "names of load_checkpoint must map paths of linears to names in the checkpoint, or to "
+            f'tuples of them, such as {{"": "experts.down_proj"}}, got {names!r:.80}'
+        )
     if size is None:
         return
     if isinstance(size, bool) or not isinstance(size, int):
         raise TypeError(f"glu_interleave_size of load_checkpoint must be an int, got {size!r}")
-    if all([isinstance(given, str) or len(given) < 2 for given in names.values()]):
+    if all([len(one or ()) < 2 for one in parts]):
         raise ValueError(
             "names of load_checkpoint must have a tuple of parts with glu_interleave_size, which "
             f"interleaves these, got {dict(names)}; load an entry that holds gate and linear "
@@ -380,7 +385,7 @@ def _load(target: _Target, given: _ReadWeights, memory: set[int]) -> str:
     if given.bias is not None:
         named = target.holder.named_parameters()
         dtypes = [p.dtype for name, p in named if name.rpartition(".")[2].startswith("bias")]
-        state["bias"] = given.bias.to(dtypes[0])
+        state["bias"] = given.bias.to(dtypes[0]) if dtypes else given.bias
     assign = any([p.is_meta for p in target.holder.parameters()])
     if assign:
         state = {name: _apart_from(memory, t) for name, t in state.items()}

@@ -543,6 +543,8 @@ def test_parameters_from_the_meta_device_do_not_share_the_checkpoints_memory(tra
         assert torch.equal(entry, want[name])
 
 
-def test_names_that_are_no_mapping():
+@pytest.mark.parametrize("names", ["experts.down_proj", {"": 3}, {"": ()}, {"": ("a", 3)}])
+@pytest.mark.parametrize("size", [None, 8])
+def test_names_that_are_none(names, size):
     with pytest.raises(TypeError, match="names of load_checkpoint must map paths of linears"):
-        load_checkpoint(fz.Linear(8, 8), {}, "experts.down_proj")
+        load_checkpoint(fz.Linear(8, 8), {}, names, glu_interleave_size=size)

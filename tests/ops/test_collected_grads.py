@@ -1,7 +1,12 @@
 """Gradients that go to ``main_grad`` or wait for ``backward_dw()``: when there are none to add."""
 
+import gc
+import threading
+import weakref
+
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import fusible as fz
 
@@ -93,3 +98,89 @@ def test_two_uses_of_a_weight_overwrite_main_grad_once():
         h = torch.nn.functional.silu(torch.cat([x[:2] @ w[0].T, x[2:] @ w[1].T]))
         torch.cat([h[:2] @ w[0].T, h[2:] @ w[1].T]).sum().backward()
         assert torch.allclose(weight.main_grad, w.grad)
+
+
+def test_the_memory_of_a_backward_that_failed_goes_with_the_next_one():
+    model, _ = linear(delay_wgrad_compute=True)
+
+    def fail(_):
+        raise MemoryError
+
+    x = rows()
+    kept = weakref.ref(x)
+    h = x.requires_grad_() * 1
+    h.register_hook(fail)
+    with pytest.raises(MemoryError):
+        model(h, SIZES).sum().backward()
+    del x, h
+    model(rows(), SIZES).sum().backward()
+    gc.collect()
+    assert kept() is None
+    assert len(model[0]._delayed) == 1
+
+
+def test_backward_dw_of_another_thread_while_the_backward_runs():
+    model, weight = linear(delay_wgrad_compute=True)
+    x, reached, go = rows(), threading.Event(), threading.Event()
+    h = x.clone().requires_grad_() * 1
+
+    def wait(_):
+        reached.set()
+        go.wait()
+
+    h.register_hook(wait)
+    thread = threading.Thread(target=lambda: model(h, SIZES).sum().backward())
+    thread.start()
+    reached.wait()
+    model[0].backward_dw()
+    go.set()
+    thread.join()
+    assert torch.allclose(weight.grad, gradient(x, weight))
+
+
+def test_backward_dw_in_a_nested_backward():
+    model, weight = linear(delay_wgrad_compute=True)
+
+    def inner(h):
+        h = h * 1
+        if h.requires_grad:
+            h.register_hook(lambda _: model[0].backward_dw())
+        return h * 1
+
+    x = rows()
+    h = checkpoint(inner, x.clone().requires_grad_(), use_reentrant=True)
+    model(h, SIZES).sum().backward()
+    assert torch.allclose(weight.grad, gradient(x, weight))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_two_uses_under_checkpoints_overwrite_main_grad_once(use_reentrant):
+    model, weight = linear(accumulate_into_main_grad=True)
+    weight.main_grad, weight.overwrite_main_grad = torch.full_like(weight, torch.nan), True
+    for _ in range(2):
+        x, w = rows(requires_grad=True), weight.detach().clone().requires_grad_()
+        h = x
+        for _ in range(2):
+            h = checkpoint(lambda t: model(t, SIZES), h, use_reentrant=use_reentrant)
+        h.sum().backward()
+        h = torch.cat([x[:2] @ w[0].T, x[2:] @ w[1].T])
+        torch.cat([h[:2] @ w[0].T, h[2:] @ w[1].T]).sum().backward()
+        assert torch.allclose(weight.main_grad, w.grad)
+
+
+def test_a_gradient_of_the_bias_alone():
+    op = fz.GroupedLinear(2, 8, 8, accumulate_into_main_grad=True).double()
+    weights = op.weight0, op.weight1
+    for weight in weights:
+        weight.main_grad = torch.zeros_like(weight)
+    x = rows()
+    op(x, SIZES).sum().backward(inputs=[op.bias0])
+    assert op.bias0.grad.eq(2).all()
+    assert not any(weight.main_grad.any() for weight in weights)
+
+
+def test_nothing_is_left_on_a_weight():
+    model, weight = linear(accumulate_into_main_grad=True)
+    weight.main_grad, weight.overwrite_main_grad = torch.zeros_like(weight), True
+    model(rows(), SIZES).sum().backward()
+    assert set(vars(weight)) == {"main_grad", "overwrite_main_grad"}

@@ -4,6 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import fusible as fz
 from fusible.testing import assume_target
@@ -57,6 +58,17 @@ def test_a_residual_is_added_in_place(name, target):
         op.zero_grad()
     for got, want in zip(*results, strict=True):
         assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_without_a_graph(name):
+    torch.manual_seed(0)
+    make, extra = CASES[name]
+    op, x = make(), torch.randn(2, 3, 8, requires_grad=True)
+    for run in (torch.no_grad()(op), lambda *a: checkpoint(op, *a, use_reentrant=True)):
+        want, y = (run(x, *extra) for _ in range(2))
+        y += x
+        assert torch.equal(y, want + x)
 
 
 def test_an_output_that_the_backward_reads_keeps_its_version():

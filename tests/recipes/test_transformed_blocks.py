@@ -54,6 +54,20 @@ def test_a_linear_of_matrices(uses, rows):
     assert error(linear, fz.NVFP4Quantizer(with_rht=True, **uses)(x), dy) < 0.3
 
 
+@pytest.mark.parametrize("rows", [8, 24, 32])
+@pytest.mark.parametrize("quantizer", [fz.NVFP4Quantizer(), fz.MXFP8Quantizer()])
+def test_a_linear_of_matrices_in_another_format(quantizer, rows):
+    torch.manual_seed(0)
+    x, dy = torch.randn(3, rows, 64), torch.randn(3, rows, 32)
+    assert error(fz.Linear(64, 32, bias=False), quantizer(x), dy) < 0.3
+    linear, values = fz.Linear(64, 32, bias=False), x.clone()
+    with fz.autocast(recipe=RECIPE):
+        y = linear(values)
+    y.backward(quantizer(dy))
+    want = quantizer(dy).dequantize().flatten(0, 1).T @ values.flatten(0, 1)
+    assert (linear.weight.grad - want).norm() < 0.3 * want.norm()
+
+
 def test_a_linear_of_groups():
     torch.manual_seed(0)
     x = group_quantize(torch.randn(48, 64), QUANTIZER, 3, SIZES)
