@@ -482,8 +482,8 @@ class GroupedLinear(WeightedOperation):
 
 
 def operand_rows(ctx: OperationContext, t: Tensor) -> Tensor:
-    """``t`` as rows in ``ctx.dtype``; under a recipe a quantized one as it is."""
-    return matrix(t if ctx.quantizes else values(t), ctx.dtype)
+    """``t`` as rows in ``ctx.dtype``; under a recipe a quantized one as it is, if it is rows."""
+    return matrix(t if ctx.quantizes and len(t.shape) == 2 else values(t), ctx.dtype)
 
 
 def ends_of_groups(

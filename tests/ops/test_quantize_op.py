@@ -392,3 +392,28 @@ def test_an_explicit_quantize_before_a_linear_that_casts(recipe, backward):
         results.append([y, *torch.autograd.grad(y.sum(), [x, linear.weight])])
     for together, apart in zip(*results, strict=True):
         assert torch.equal(values(together), values(apart))
+
+
+@each_recipe
+@pytest.mark.parametrize("target", ["sm80", "sm90", "sm100"])
+@pytest.mark.parametrize("quantized", ["input", "gradient"])
+def test_a_grouped_linear_of_three_dimensions(recipe, target, quantized):
+    """What arrives quantized is quantized again, as rows."""
+    torch.manual_seed(0)
+    sizes = torch.tensor([40, 0, 24])
+    linear = fz.GroupedLinear(3, 64, 32, bias=True, dtype=torch.bfloat16)
+    x = torch.randn(2, 32, 64, dtype=torch.bfloat16)
+    dy = torch.randn(2, 32, 32, dtype=torch.bfloat16)
+    op = fz.Sequential(fz.Quantize(), torch.nn.Identity(), linear)
+    if quantized == "gradient":
+        op = fz.Sequential(linear, torch.nn.Identity(), fz.Quantize(False, True))
+    results = []
+    for one in (linear, op):
+        with assume_target(target), fz.autocast(recipe=recipe):
+            y = one(x, sizes)
+        y.backward(dy)
+        results.append([y.detach(), *[p.grad for p in linear.parameters()]])
+        linear.zero_grad()
+    for plain, got in zip(*results, strict=True):
+        assert got.shape == plain.shape
+        assert (got.float() - plain.float()).norm() <= 0.3 * plain.float().norm()
