@@ -1,7 +1,7 @@
 """The math of every op, each formula once, as ordinary differentiable PyTorch.
 
-A formula is the fallback, the oracle of the tests, the shape function and, through
-``torch.func.vjp``, the definition of the backward. Functions named ``*_backward`` are hand-written
+A formula is the fallback, the oracle of the tests, the shape function and, through `vjp`, the
+definition of the backward. Functions named ``*_backward`` are hand-written
 because they are hot; the tests compare each with the derivative of its formula in FP64.
 
 Arithmetic is in FP32 (FP64 for FP64 inputs); results have the dtype of the first argument.
@@ -9,7 +9,7 @@ Arithmetic is in FP32 (FP64 for FP64 inputs); results have the dtype of the firs
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -26,6 +26,25 @@ def math_dtype(dtype: torch.dtype) -> torch.dtype:
 def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
     """``t.to(dtype)``, without its 1.5 us of host time where nothing is to be done."""
     return t if t.dtype == dtype else t.to(dtype)
+
+
+def vjp(
+    formula: Callable[..., Tensor], tensors: Sequence[Tensor], grad: Tensor
+) -> tuple[Tensor, ...]:
+    """``torch.func.vjp``: the gradients of ``tensors``, from that of ``formula(*tensors)``.
+
+    By autograd itself, which goes with hooks of saved tensors; compiled code cannot trace that.
+    """
+    if torch.compiler.is_compiling():
+        output, derivative = torch.func.vjp(formula, *tensors)  # type: ignore[misc]
+        return derivative(cast(grad, output.dtype))
+    with torch.enable_grad():
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        output = formula(*leaves)
+        grad = cast(grad, output.dtype)
+        if not output.requires_grad:
+            return tuple([torch.zeros_like(t) for t in tensors])
+        return torch.autograd.grad(output, leaves, grad, materialize_grads=True)
 
 
 # --- functions of one element ---------------------------------------------------------------------

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from fusible.formulas import vjp
 from fusible.fuser.context import OperationContext
 from fusible.fuser.tracing import constant_when_traced
 from fusible.ops.parameters import OwnParameters
@@ -107,8 +108,7 @@ class FormulaOp(OwnParameters):
         no_draws = nullcontext() if torch.compiler.is_compiling() else _NoDraws(type(self).__name__)
         formula = self.formula_of(len(params))
         with ctx.autocast(grad_output.device.type), no_draws:
-            output, derivative = torch.func.vjp(formula, *tensors)  # type: ignore[misc]
-        return tuple(derivative(grad_output.to(output.dtype)))
+            return vjp(formula, tensors, grad_output)
 
     @constant_when_traced
     def _check_traced(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -301,8 +302,7 @@ class TopKRouter(BasicOperation):
             parts.append(moe.route_backward(dprobs, logits, ids, *options))
         for dloss, loss in zip(dlosses, self._losses(), strict=True):
             if dloss is not None:
-                _, derivative = torch.func.vjp(lambda t, f=loss: f(t, ids), logits)  # type: ignore[misc]
-                parts.append(derivative(dloss)[0])
+                parts += formulas.vjp(partial(loss, ids=ids), (logits,), dloss)
         return sum(parts[1:], parts[0]) if parts else None
 
 

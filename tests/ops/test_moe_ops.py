@@ -1,6 +1,7 @@
 """Router, dispatch and combine, against loops over tokens and choices; gradients in FP64."""
 
 import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -844,3 +845,19 @@ def test_the_bias_for_balance_stays_fp32_when_it_is_loaded(assign):
     router.update_expert_bias(torch.tensor([9, 1, 1, 1]))
     moved = torch.tensor([-1, 1, 1, 1]) * 1e-3
     torch.testing.assert_close(router.expert_bias - before, moved, rtol=0, atol=1e-6)
+
+
+def test_a_backward_inside_hooks_of_saved_tensors():
+    """The router's losses are differentiated there, as any module is."""
+    torch.manual_seed(0)
+    router = fz.TopKRouter(16, 4, 2, load_balancing_loss=True, z_loss=True)
+    x, grads = torch.randn(6, 16), []
+    for hooks in (nullcontext(), torch.autograd.graph.save_on_cpu()):
+        leaf = x.clone().requires_grad_()
+        with hooks:
+            sum(t.sum() for t in router(leaf) if t.requires_grad).backward()
+        grads.append([leaf.grad, router.weight.grad])
+        router.zero_grad()
+    for want, got in zip(*grads, strict=True):
+        assert torch.equal(got, want)
+        assert want.any()
