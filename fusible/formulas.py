@@ -1,8 +1,8 @@
 """The math of every op, each formula once, as ordinary differentiable PyTorch.
 
 A formula is the fallback, the oracle of the tests, the shape function and, through `vjp`, the
-definition of the backward. Functions named ``*_backward`` are hand-written
-because they are hot; the tests compare each with the derivative of its formula in FP64.
+definition of the backward. Functions named ``*_backward`` are hand-written because they are hot;
+the tests compare each with the derivative of its formula in FP64.
 
 Arithmetic is in FP32 (FP64 for FP64 inputs); results have the dtype of the first argument.
 """
@@ -31,9 +31,10 @@ def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
 def vjp(
     formula: Callable[..., Tensor], tensors: Sequence[Tensor], grad: Tensor
 ) -> tuple[Tensor, ...]:
-    """``torch.func.vjp``: the gradients of ``tensors``, from that of ``formula(*tensors)``.
+    """The gradients of ``tensors``, from that of ``formula(*tensors)``.
 
-    By autograd itself, which goes with hooks of saved tensors; compiled code cannot trace that.
+    By ``torch.autograd.grad``, since ``torch.func.vjp`` raises an error under hooks of saved
+    tensors; by the latter in compiled code, which cannot trace the former.
     """
     if torch.compiler.is_compiling():
         output, derivative = torch.func.vjp(formula, *tensors)  # type: ignore[misc]

@@ -9,11 +9,15 @@ import torch
 
 
 class Backward:
-    """One backward: it has ended, an error ended it, or it is running."""
+    """One backward of autograd's engine, which calls ``callback`` where it ends without an error.
 
-    def __init__(self) -> None:
+    The engine alone holds the callback, so one that is gone and was not called says that an error
+    ended the backward.
+    """
+
+    def __init__(self, callback: _EndCallback) -> None:
         self._ended = False
-        self._callback: weakref.ref[_End]
+        self._callback = weakref.ref(callback)
         self.overwritten: set[int] = set()
         """The ids of the weights whose ``main_grad`` it has overwritten."""
 
@@ -26,8 +30,7 @@ class Backward:
         with _lock:
             callback = _callbacks.get(task)
             if callback is None:
-                callback = _callbacks[task] = _End()
-                callback.backward._callback = weakref.ref(callback)
+                callback = _callbacks[task] = _EndCallback()
                 torch.autograd.Variable._execution_engine.queue_callback(callback)
             return callback.backward
 
@@ -42,15 +45,15 @@ class Backward:
         return not self._ended and self._callback() is None
 
 
-class _End:
-    """What the engine holds until a backward is over, and calls at its end without an error."""
+class _EndCallback:
+    """What the engine calls at the end of a backward, and holds until then."""
 
     def __init__(self) -> None:
-        self.backward = Backward()
+        self.backward = Backward(self)
 
     def __call__(self) -> None:
         self.backward._ended = True
 
 
 _lock = threading.Lock()
-_callbacks: weakref.WeakValueDictionary[int, _End] = weakref.WeakValueDictionary()
+_callbacks: weakref.WeakValueDictionary[int, _EndCallback] = weakref.WeakValueDictionary()

@@ -230,11 +230,11 @@ class RunFunction(torch.autograd.Function):
             states.append((first, len(saved), context, rows))
         fctx.save_for_backward(*saved)
         checks_memory = slots is None and (schedule.writes_grads or kwargs is not None)
-        # The backward in which activation checkpointing runs the forward again.
+        # Set where activation checkpointing runs this forward again, in a backward.
         within = Backward.running() if schedule.accumulating and slots is None else None
         fctx.call = schedule, slots, states, checks_memory, within
         if slots is None:
-            outputs = _without_views(schedule, kwargs, outputs, (*tensors, *saved))
+            outputs = _without_views(schedule, kwargs, outputs, tensors, saved)
         outputs = _unaliased_outputs(outputs, tensors)
         if len(outputs) > 1:
             grad = schedule.plan.grad
@@ -549,22 +549,23 @@ def _without_views(
     schedule: Schedule,
     kwargs: Kwargs | None,
     outputs: list[Tensor],
-    others: Sequence[Tensor | None],
+    inputs: Sequence[Tensor],
+    saved: Sequence[Tensor | None] = (),
 ) -> list[Tensor]:
-    """The outputs, to which a caller may write: none is a view of memory that nothing else has.
+    """The outputs of an eager run, without views of memory that no other tensor has.
 
-    Not for traced calls.
-    ``others`` are the run's inputs and saved tensors. Outputs in a caller's buffer, and those of
-    users' ops, which may hold the memory, stay as they are.
+    PyTorch refuses in-place operations on a view that an autograd function returns. Views of an
+    input, of a saved tensor or of another output stay views, as do outputs in a caller's buffer
+    and those of users' ops, which may hold the memory.
     """
     for t in outputs:  # not any(), which takes longer
         if t._is_view():
             break
     else:
         return outputs
-    has_users = any([step.is_users for step in schedule.forward])
-    if has_users or kwargs is not None:
+    if kwargs is not None or any([step.is_users for step in schedule.forward]):
         return outputs
+    others = (*inputs, *saved)
     return [
         t
         if not t._is_view() or _shares_memory(t, (*others, *outputs[:i], *outputs[i + 1 :]))

@@ -388,15 +388,15 @@ def _load(target: _Target, given: _ReadWeights, memory: set[int]) -> str:
         state["bias"] = given.bias.to(dtypes[0]) if dtypes else given.bias
     assign = any([p.is_meta for p in target.holder.parameters()])
     if assign:
-        state = {name: _apart_from(memory, t) for name, t in state.items()}
+        state = {name: _unshared(t, memory) for name, t in state.items()}
     target.holder.load_state_dict(state, assign=assign)
     return what
 
 
-def _apart_from(memory: set[int], t: Tensor) -> Tensor:
-    """A tensor, or a copy, that is contiguous and not in this memory."""
+def _unshared(t: Tensor, memory: set[int]) -> Tensor:
+    """A tensor, or a copy, that is contiguous and in none of the allocations ``memory``."""
     if isinstance(t, QuantizedTensor):
-        return t.with_pieces({name: _apart_from(memory, p) for name, p in t.pieces().items()})
+        return t.with_pieces({name: _unshared(p, memory) for name, p in t.pieces().items()})
     own = t.is_contiguous() and t.untyped_storage().data_ptr() not in memory
     return t if own else t.clone(memory_format=torch.contiguous_format)
 

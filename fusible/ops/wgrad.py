@@ -64,9 +64,9 @@ def grouped_gradient(
 ) -> WeightGradient:
     """``dy[rows of e].T @ x[rows of e]`` for each group e, by the library's grouped product.
 
-    ``x`` may be None as that of `dense_gradient`.
-    In the memory order of ``out``, or else of the weight: for a ``column_major`` one (a transposed
-    row-major tensor) ``x.T @ dy`` is computed and transposed.
+    ``x`` may be None, as that of `dense_gradient`. The result is in the memory order of ``out``, or
+    else of the weight: for a ``column_major`` one, a transposed row-major tensor, ``x.T @ dy`` is
+    computed and transposed.
     """
     (dy, dy_scale), (x, x_scale) = elements_and_scale(dy), elements_and_scale(x)
 
@@ -127,8 +127,8 @@ def main_grads(
 ) -> MainGrads:
     """The ``main_grad`` of every weight that needs one, in its shape, and ``overwrite_main_grad``.
 
-    The latter is for the first gradient of a weight in ``backward``; None: for all.
-    A weight of Megatron-FSDP (``__fsdp_param__``) is asked for its buffer anew.
+    A buffer is overwritten by the first gradient of its weight in ``backward``, and by every one if
+    that is None. A weight of Megatron-FSDP (``__fsdp_param__``) is asked for its buffer anew.
 
     Raises:
         ValueError: a weight has no ``main_grad``, or one of another size, device, or of a dtype

@@ -108,13 +108,13 @@ def quantize_operand(
         )
     rowwise, columnwise = _uses(role, products)
     has_columnwise = x.columnwise_data is not None or not fmt.directional
-    in_blocks = not (fmt.hadamard and columnwise) or _transforms_blocks_of(x, ends)
-    has_columnwise = has_columnwise and in_blocks
-    missing = Uses(rowwise and x.rowwise_data is None, columnwise and not has_columnwise)
+    blocks_match = not (fmt.hadamard and columnwise) or _blocks_match(x, ends)
+    keeps_columnwise = has_columnwise and blocks_match
+    missing = Uses(rowwise and x.rowwise_data is None, columnwise and not keeps_columnwise)
     made = Operand()
     if any(missing):
         rows, groups = x.dequantize(), ends if x.ends is None else x.ends
-        if not in_blocks:
+        if not blocks_match:
             rows, groups = rows.reshape(-1, rows.shape[-1]), ends
         made = quantize_for(rows, fmt, missing, groups)
     return Operand(
@@ -133,7 +133,7 @@ def _is_stored_for(x: WrapperTensor, fmt: NumberFormat) -> bool:
     )
 
 
-def _transforms_blocks_of(x: WrapperTensor, ends: Tensor | None) -> bool:
+def _blocks_match(x: WrapperTensor, ends: Tensor | None) -> bool:
     """Whether blocks of rows begin in ``x`` where they do in a product with groups up to ``ends``.
 
     Both operands of a weight gradient must be transformed by ``recipes.hadamard`` in the same ones.

@@ -408,6 +408,7 @@ def test_a_grouped_linear_of_three_dimensions(recipe, target, quantized):
     if quantized == "gradient":
         op = fz.Sequential(linear, torch.nn.Identity(), fz.Quantize(False, True))
     results = []
+    bound = 0.3 if "NVFP4" in type(recipe).__name__ else 0.1
     for one in (linear, op):
         with assume_target(target), fz.autocast(recipe=recipe):
             y = one(x, sizes)
@@ -416,4 +417,4 @@ def test_a_grouped_linear_of_three_dimensions(recipe, target, quantized):
         linear.zero_grad()
     for plain, got in zip(*results, strict=True):
         assert got.shape == plain.shape
-        assert (got.float() - plain.float()).norm() <= 0.3 * plain.float().norm()
+        assert (got.float() - plain.float()).norm() <= bound * plain.float().norm()
