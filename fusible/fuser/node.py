@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -230,9 +230,9 @@ class RunFunction(torch.autograd.Function):
             states.append((first, len(saved), context, rows))
         fctx.save_for_backward(*saved)
         checks_memory = slots is None and (schedule.writes_grads or kwargs is not None)
-        # Set where activation checkpointing runs this forward again, in a backward.
-        within = Backward.running() if schedule.accumulating and slots is None else None
-        fctx.call = schedule, slots, states, checks_memory, within
+        fctx.call = schedule, slots, states, checks_memory
+        if slots is None and schedule.accumulating:
+            fctx.within = Backward.running()
         if slots is None:
             outputs = _without_views(schedule, kwargs, outputs, tensors, saved)
         outputs = _unaliased_outputs(outputs, tensors)
@@ -253,7 +253,7 @@ class RunFunction(torch.autograd.Function):
     def backward(fctx: Any, *grads: Tensor) -> Any:
         """Run backward; gives the gradients of the tensors that forward was given."""
         _refuse_second_derivatives()
-        schedule, slots, states, checks_memory, within = fctx.call
+        schedule, slots, states, checks_memory = fctx.call
         saved = fctx.saved_tensors
         # New contexts: nothing that the forward made is changed, so that a second backward works.
         contexts = [
@@ -261,14 +261,7 @@ class RunFunction(torch.autograd.Function):
             for first, last, context, rows in states
         ]
         if slots is None and schedule.accumulating:
-            if within is None or not within.is_running:
-                within = Backward.running()
-            for i in schedule.accumulating:
-                nodes = fctx.next_functions[schedule.params[i]]
-                contexts[i].leaves = [_leaf(node) for node, _ in nodes]
-                weights = nodes[: schedule.plan.basic_ops[i].num_weights]
-                contexts[i].collects_grads = any([_will_run(node) for node, _ in weights])
-                contexts[i].backward = within
+            _set_leaves(fctx, schedule, contexts)
         aliases = None
         if checks_memory:
             check_grad_input(schedule.plan.basic_ops, contexts[0], grads, saved)
@@ -335,6 +328,27 @@ def _run_backward(
         if step.reads:
             _begin_sending(step, contexts, of_outputs)
     return [grad, *of_inputs, *chain(*of_params)]
+
+
+def _set_leaves(
+    fctx: Any,
+    schedule: Schedule,
+    contexts: Mapping[int, OperationContext] | Sequence[OperationContext],
+) -> None:
+    """Set on the contexts of ops that accumulate gradients themselves what autograd does with them.
+
+    ``fctx.within`` is the backward in which the forward ran, where activation checkpointing ran it
+    again.
+    """
+    backward = fctx.within
+    if backward is None or not backward.is_running:
+        backward = Backward.running()
+    for i in schedule.accumulating:
+        nodes = fctx.next_functions[schedule.params[i]]
+        contexts[i].leaves = [_leaf(node) for node, _ in nodes]
+        weights = nodes[: schedule.plan.basic_ops[i].num_weights]
+        contexts[i].collects_grads = any([_will_run(node) for node, _ in weights])
+        contexts[i].backward = backward
 
 
 def _leaf(node: Any) -> Tensor | None:
@@ -471,16 +485,21 @@ class _FastPathFunction(torch.autograd.Function):
         output, saved = _fast_path_forward(schedule, prepared, operands)
         fctx.save_for_backward(*saved)
         fctx.schedule, fctx.held = schedule, hooks_hold_saved()
+        if schedule.accumulating:
+            fctx.within = Backward.running()
         return output
 
     @staticmethod
     def backward(fctx: Any, grad_output: Tensor) -> Any:
         _refuse_second_derivatives()
         schedule = fctx.schedule
+        contexts = {i: OperationContext(schedule.plan.grad[i]) for i in schedule.accumulating}
+        if contexts:
+            _set_leaves(fctx, schedule, contexts)
         backward = schedule.fast_path.backward
         if _is_profiled():
             backward = record_function(f"{schedule.forward[0].label} backward")(backward)
-        return None, None, *backward(fctx.saved_tensors, grad_output, fctx.held)
+        return None, None, *backward(fctx.saved_tensors, grad_output, fctx.held, contexts)
 
 
 def _fast_path_forward(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -71,11 +71,16 @@ class FastPath(Protocol):
         """The output, and what the backward reads."""
 
     def backward(
-        self, saved: Sequence[Tensor], grad_output: Tensor, held: bool
+        self,
+        saved: Sequence[Tensor],
+        grad_output: Tensor,
+        held: bool,
+        contexts: Mapping[int, OperationContext],
     ) -> Sequence[Tensor | None]:
         """The gradients of the operands, in their dtypes.
 
-        ``held`` says that ``saved_tensors_hooks`` may go on reading what was saved.
+        ``held`` says that ``saved_tensors_hooks`` may go on reading what was saved. ``contexts``
+        are those of ops that ``accumulates_grads``, by index.
         """
 
 

@@ -1,13 +1,13 @@
 """Grouped linears on Hopper as one autograd node without contexts: the least host time.
 
-This path is for calls that need nothing but the kernels: no check, copy, recipe or cast, and no
-gradient elsewhere than in autograd. `GroupedFastPath.of` decides by the plan of one op, once, and
-`GroupedFastPath.prepared` by the tensors of each call. All other calls run by the ops.
+This path is for calls that need nothing but the kernels: no check, copy, recipe or cast.
+`GroupedFastPath.of` decides by the plan of one op, once, and `GroupedFastPath.prepared` by the
+tensors of each call. All other calls run by the ops.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Self
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fusible.calls import is_intercepted
 from fusible.formulas import cast
+from fusible.fuser.context import OperationContext
 from fusible.fuser.plan import GradNeeds, Plan
 from fusible.fuser.plan_key import PlanKey
 from fusible.fuser.saved_rows import active_pool
@@ -26,6 +27,10 @@ from fusible.ops.grouped_kernels import LIBRARY, glu_of
 from fusible.ops.op import Grads
 from fusible.ops.scaled_activation import in_pieces
 from fusible.ops.weights import WeightedOperation
+from fusible.ops.wgrad import grouped_gradient
+
+AccumulatingContexts = Mapping[int, OperationContext]
+"""Contexts of the ops that ``accumulates_grads``, by index."""
 
 Products = Sequence[tuple[Any, Any]]
 """For each linear, the products of its weight and the weight in their form."""
@@ -36,6 +41,7 @@ class _Linear:
 
     def __init__(
         self,
+        index: int,
         op: Any,
         needs: GradNeeds,
         products: Any,
@@ -43,7 +49,7 @@ class _Linear:
         first_param: int,
         first_weight: int,
     ) -> None:
-        self.op, self.needs, self.products = op, needs, products
+        self.index, self.op, self.needs, self.products = index, op, needs, products
         _, rows, depth = shape = op.num_groups, op.out_features, op.in_features
         self.weights = slice(first_param, first_param + op.num_weights)
         self.saved_weights = slice(first_weight, first_weight + op.num_weights)
@@ -84,12 +90,15 @@ class _Linear:
         dy: Tensor,
         x: Tensor,
         ends: Tensor,
+        contexts: AccumulatingContexts,
         row_scale: Tensor | None = None,
     ) -> Grads:
         """The gradients of the weights and of the biases."""
         op, needed = self.op, self.needs.params
         grads: Grads = (None,) * op.num_weights
-        if needed[0]:
+        if op.accumulates_grads:
+            grads = op.weight_grads(contexts[self.index], grouped_gradient(dy, x, ends, False))
+        elif needed[0]:
             grads = op.as_weight_grads(products.wgrad(dy, x, ends))
         if not op.has_bias:
             return grads
@@ -140,7 +149,7 @@ class GroupedFastPath:
                 else of_input in (torch.int64, torch.int32)
                 for name, (of_input, *_) in zip(_extra_inputs(ops), extra, strict=True)
             ])
-            and not any([op.accumulates_grads or op.split_alignment > 1 for op in linears])
+            and all([op.split_alignment == 1 for op in linears])
         )  # fmt: skip
         return cls(key, plan.grad, ops, products) if fits else None
 
@@ -150,12 +159,12 @@ class GroupedFastPath:
         self._dtype, self._device, _ = key.inputs[0]
         self._linears: list[_Linear] = []
         first_param, first_weight, size = 0, 0, self._dtype.itemsize
-        for op, of_op in zip(ops, needs, strict=True):
+        for i, (op, of_op) in enumerate(zip(ops, needs, strict=True)):
             if not isinstance(op, WeightedOperation):
                 self._act, self._glu, self._scaled = op, glu_of(op), op.num_extra_inputs > 0
                 continue
             of_linear = products[len(self._linears)]
-            self._linears.append(_Linear(op, of_op, of_linear, size, first_param, first_weight))
+            self._linears.append(_Linear(i, op, of_op, of_linear, size, first_param, first_weight))
             first_param += len(op.own_parameter_names())
             first_weight += op.num_weights
         names = _extra_inputs(ops)
@@ -245,7 +254,13 @@ class LinearFastPath(GroupedFastPath):
         saved = linear.input_to_save(x), ends, row_scale, linear.saved_bias(params)
         return y, (*saved, *linear.weights_to_save(params))
 
-    def backward(self, saved: Sequence[Tensor], grad_output: Tensor, held: bool) -> Grads:
+    def backward(
+        self,
+        saved: Sequence[Tensor],
+        grad_output: Tensor,
+        held: bool,
+        contexts: AccumulatingContexts,
+    ) -> Grads:
         """The gradients of the operands."""
         x, ends, row_scale, bias, *weights = saved
         (linear,), dy = self._linears, grad_output
@@ -253,7 +268,7 @@ class LinearFastPath(GroupedFastPath):
         ((products, w),) = self._backward_products(dy, rows, weights)
         dx = products.dgrad(dy, w, ends) if linear.needs.input else None
         dscales = () if row_scale is None else linear.scale_grads(dy, ends, row_scale, bias)
-        return dx, None, *dscales, *linear.param_grads(products, dy, x, ends, row_scale)
+        return dx, None, *dscales, *linear.param_grads(products, dy, x, ends, contexts, row_scale)
 
 
 class LinearGLUFastPath(GroupedFastPath):
@@ -273,7 +288,13 @@ class LinearGLUFastPath(GroupedFastPath):
         saved = linear.input_to_save(x), ends, scales, preact
         return out, (*saved, *linear.weights_to_save(params))
 
-    def backward(self, saved: Sequence[Tensor], grad_output: Tensor, held: bool) -> Grads:
+    def backward(
+        self,
+        saved: Sequence[Tensor],
+        grad_output: Tensor,
+        held: bool,
+        contexts: AccumulatingContexts,
+    ) -> Grads:
         """The gradients of the operands."""
         x, ends, scales, preact, *weights = saved
         (linear,), features = self._linears, preact.shape[1]
@@ -285,7 +306,7 @@ class LinearGLUFastPath(GroupedFastPath):
         ((products, w),) = self._backward_products(dy, rows, weights)
         dx = products.dgrad(dy, w, ends) if linear.needs.input else None
         of_scales = () if scales is None else (dscales,)
-        return dx, None, *of_scales, *linear.param_grads(products, dy, x, ends)
+        return dx, None, *of_scales, *linear.param_grads(products, dy, x, ends, contexts)
 
 
 class MLPFastPath(GroupedFastPath):
@@ -305,7 +326,13 @@ class MLPFastPath(GroupedFastPath):
         saved = fc1.input_to_save(x), ends, scales, preact, row_scale, fc2.saved_bias(params)
         return y, (*saved, *fc1.weights_to_save(params), *fc2.weights_to_save(params))
 
-    def backward(self, saved: Sequence[Tensor], grad_output: Tensor, held: bool) -> Grads:
+    def backward(
+        self,
+        saved: Sequence[Tensor],
+        grad_output: Tensor,
+        held: bool,
+        contexts: AccumulatingContexts,
+    ) -> Grads:
         """The gradients of the operands."""
         x, ends, scales, preact, row_scale, bias2, *weights = saved
         (fc1, fc2), dy = self._linears, grad_output
@@ -314,10 +341,10 @@ class MLPFastPath(GroupedFastPath):
         dpreact, hidden, dscales = second.dglu(
             dy, w2, ends, preact, scales, self._glu, overwrite=not (held or keeps_graph())
         )
-        params2 = fc2.param_grads(second, dy, hidden, ends, row_scale)
+        params2 = fc2.param_grads(second, dy, hidden, ends, contexts, row_scale)
         del hidden  # its memory serves what follows
         dx = first.dgrad(dpreact, w1, ends) if fc1.needs.input else None
         dscales2 = () if row_scale is None else fc2.scale_grads(dy, ends, row_scale, bias2)
-        params1 = fc1.param_grads(first, dpreact, x, ends)
+        params1 = fc1.param_grads(first, dpreact, x, ends, contexts)
         of_scales = () if scales is None else (dscales,)
         return dx, None, *of_scales, None, *dscales2, *params1, *params2

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fusible.arguments import described
 from fusible.formulas import cast
 from fusible.fuser.backwards import Backward
 from fusible.kernels import grouped
@@ -160,35 +162,33 @@ def _overwrites(weight: Tensor, backward: Backward | None) -> bool:
 
 
 def _checked(main_grad: Any, weight: Tensor, op_name: str) -> Tensor:
-    shape, allowed = weight.shape, (torch.float32, torch.bfloat16, weight.dtype)
-    expected = (
-        f"main_grad of every weight of {op_name} must be a tensor of shape {tuple(shape)} in FP32, "
-        f"BF16 or its own {weight.dtype} on {weight.device}, since accumulate_into_main_grad=True"
-    )
+    """``main_grad`` in the weight's shape."""
+    shape, own = weight.shape, weight.dtype
     if not isinstance(main_grad, Tensor):
-        got = "none" if main_grad is None else repr(main_grad)
-        raise ValueError(
-            f"{expected}, got {got}; set weight.main_grad, or give gradients "
-            "to autograd under fully_shard, which reduces those alone"
+        got = (
+            f"{'none' if main_grad is None else repr(main_grad)}; set weight.main_grad, or give "
+            "gradients to autograd under fully_shard, which reduces those alone"
         )
-    if (
+    elif (
         main_grad.numel() != shape.numel()
-        or main_grad.dtype not in allowed
+        or main_grad.dtype not in (torch.float32, torch.bfloat16, own)
         or main_grad.device != weight.device
     ):
-        raise ValueError(
-            f"{expected}, got {main_grad.dtype} of shape {tuple(main_grad.shape)} on "
-            f"{main_grad.device}"
+        got = described(main_grad)
+    else:
+        buffer = main_grad.detach()
+        if buffer.shape == shape:
+            return buffer
+        with suppress(RuntimeError):
+            return buffer.view(shape)
+        got = (
+            f"shape {tuple(buffer.shape)} with strides {buffer.stride()}, which no view gives that "
+            "shape"
         )
-    if main_grad.shape == shape:
-        return main_grad.detach()
-    try:
-        return main_grad.detach().view(shape)
-    except RuntimeError as error:
-        raise ValueError(
-            f"{expected}, got shape {tuple(main_grad.shape)} with strides {main_grad.stride()}, "
-            "which no view gives that shape"
-        ) from error
+    raise ValueError(
+        f"main_grad of every weight of {op_name} must be a tensor of shape {tuple(shape)} in FP32, "
+        f"BF16 or its own {own} on {weight.device}, since accumulate_into_main_grad=True, got {got}"
+    )
 
 
 def dummy_wgrad(weight: Tensor) -> Tensor | None:

@@ -4,6 +4,7 @@ import pytest
 import reference as ref
 import torch
 from sm90_launches import is_direct, ops_only, sm90_on_cpu
+from torch.utils.checkpoint import checkpoint
 
 import fusible as fz
 from fusible.fuser import run as fuser_run
@@ -92,6 +93,86 @@ def test_scaled_biases_equal_the_op_s(build, bias, frozen):
         if frozen and frozen in name:
             t.requires_grad_(False)
     ref.assert_equal(both(model, given, True), both(model, given, False))
+
+
+def steps(model, given, prepared, use_reentrant=None, **options):
+    """Two backwards into ``main_grad``, or delayed; gives all gradients and buffers."""
+    weights = [p for name, p in model.named_parameters() if "weight" in name]
+    for t in leaves(model, given):
+        t.grad = None
+    if model[0].accumulate_into_main_grad:
+        for i, weight in enumerate(weights):
+            weight.main_grad = torch.full_like(weight, 0.5, dtype=torch.float32)
+            weight.grad_added_to_main_grad = False
+            weight.overwrite_main_grad = i == 0
+    with assume_target("sm90"), sm90_on_cpu() if prepared else ops_only():
+        for _ in range(2):
+            if use_reentrant is None:
+                y = model(*given)
+                assert is_direct(y) == prepared
+            else:
+                y = checkpoint(model, *given, use_reentrant=use_reentrant)
+            y.backward(torch.ones_like(y), **options)
+        for op in model:
+            if getattr(op, "delay_wgrad_compute", False):
+                op.backward_dw()
+                op.backward_dw()
+    buffers = [getattr(w, "main_grad", None) for w in weights]
+    # Of the parameters in main_grad, dummy gradients.
+    grads = [t.grad for t in leaves(model, given) if not hasattr(t, "main_grad")]
+    added = [getattr(w, "grad_added_to_main_grad", None) for w in weights]
+    return [t for t in (*buffers, *grads) if t is not None], added
+
+
+TO_MAIN_GRAD = {"accumulate_into_main_grad": True}
+DELAYED = {"delay_wgrad_compute": True}
+
+
+@pytest.mark.parametrize("build", [linear, glu, mlp])
+@pytest.mark.parametrize("single", [True, False], ids=["single", "separate"])
+@pytest.mark.parametrize("bias", ["no bias", "bias"])
+@pytest.mark.parametrize("to", [TO_MAIN_GRAD, DELAYED, TO_MAIN_GRAD | DELAYED], ids=str)
+def test_gradients_outside_of_autograd(build, single, bias, to):
+    model = build(single_grouped_weight=single, **BIASES[bias], **to)
+    model = with_biases(model if isinstance(model, fz.Sequential) else fz.Sequential(model))
+    given = inputs(model)
+    got, added = steps(model, given, True)
+    want, by_ops = steps(model, given, False)
+    ref.assert_equal(got, want)
+    assert added == by_ops == [True if "accumulate_into_main_grad" in to else None] * len(added)
+
+
+@pytest.mark.parametrize("to", [TO_MAIN_GRAD, DELAYED], ids=str)
+def test_none_of_them_for_the_input_alone(to):
+    model = mlp(**to)
+    given = inputs(model)
+    got, added = steps(model, given, True, inputs=[given[0]])
+    ref.assert_equal(got, steps(model, given, False, inputs=[given[0]])[0])
+    assert not any(added)
+    for weight in model.parameters():
+        assert weight.grad is None
+        assert (getattr(weight, "main_grad", torch.tensor(0.5)) == 0.5).all()
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_main_grad_under_checkpointing(use_reentrant):
+    model = mlp(**TO_MAIN_GRAD)
+    given = inputs(model)
+    got, _ = steps(model, given, True, use_reentrant)
+    ref.assert_equal(got, steps(model, given, False)[0])
+
+
+def test_a_weight_without_main_grad_is_an_error():
+    model = mlp(**TO_MAIN_GRAD)
+    given = inputs(model)
+    y = call(model, given)
+    assert is_direct(y)
+    with (
+        assume_target("sm90"),
+        sm90_on_cpu(),
+        pytest.raises(ValueError, match="main_grad of every weight of GroupedLinear must be"),
+    ):
+        y.backward(torch.ones_like(y))
 
 
 @pytest.mark.parametrize("build", [linear, glu, mlp])
@@ -206,7 +287,6 @@ def unaligned(t):
     ("build", "change"),
     [
         (lambda: linear(split_alignment=2), lambda x, s: (x, torch.tensor([2, 4, 0, 2]))),
-        (lambda: linear(delay_wgrad_compute=True), None),
         (transposed, None),
         (apart, None),
         (out_of_order, None),
@@ -220,7 +300,7 @@ def unaligned(t):
         (glu, lambda x, splits, scales: (x, splits, scales.as_subclass(Wrapped))),
     ],
     ids=[
-        "alignment", "delayed", "transposed", "apart", "order", "3-D", "strided x",
+        "alignment", "transposed", "apart", "order", "3-D", "strided x",
         "unaligned x", "no rows", "strided sizes", "sizes of a subclass", "strided scales",
         "scales of a subclass",
     ],
