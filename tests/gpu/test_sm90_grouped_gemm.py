@@ -646,7 +646,6 @@ def test_opcheck():
     calls = (
         (fusible.group_ends, (torch.tensor([60, 0, 70], device=DEVICE), 130)),
         (fusible.grouped_mm, (x, w1, ends, None, None, False, None, None)),
-        (fusible.grouped_mm_, (preact.clone(), x, w1, ends, None, None, False, None, None)),
         (fusible.grouped_glu, (x, w1, ends, scales, *Glu(), None, True, None, None)),
         (fusible.grouped_dglu, (x, w2, ends, preact, scales, *Glu())),
         (fusible.grouped_wgrad, (act, x, ends, None, None, None)),

@@ -421,7 +421,6 @@ def opcheck_cases():
     yield "mm, everything", ops.grouped_mm, (x, list(w.unbind(0)), ends, bias, scales, False, *no)
     yield "mm, transposed", ops.grouped_mm, (dy, [w], ends, None, None, True, *no)
     yield "mm, no rows", ops.grouped_mm, (x[:0], [w], ends_of([0] * E), None, None, False, *no)
-    yield "mm_", ops.grouped_mm_, (torch.randn(9, N), x, [w], ends, bias, scales, False, *no)
     glu = Glu("clamped_qgeglu", 2, 1.5, 1.702, 1.0)
     w1, w2, preact = torch.randn(E, 8, K), torch.randn(E, N, 4), torch.randn(9, 8)
     yield "glu", ops.grouped_glu, (x, [w1], ends, scales, *glu, torch.randn(E, 8), True, *no)
@@ -448,7 +447,6 @@ def fp8_cases():
     (x, x_scale), (w, w_scale) = fp8((9, 160), (9, 2)), fp8((E, 144, 160), (E, 2, 2))
     products = x, [w], ends, torch.randn(E, 144).bfloat16(), torch.rand(9), False, x_scale, w_scale
     yield "mm, FP8", ops.grouped_mm, products
-    yield "mm_, FP8", ops.grouped_mm_, (torch.randn(9, 144).bfloat16(), *products)
     glu = torch.rand(9), *Glu(), None, True
     yield "glu, FP8", ops.grouped_glu, (x, [w], ends, *glu, x_scale, w_scale)
     (dy, dy_scale), (x, x_scale) = fp8((384, 16), (3, 16)), fp8((384, 32), (3, 32))

@@ -89,7 +89,7 @@ def run_product(spec: Spec, *arguments: float) -> None:
     assert k.tail_end in (0, k.rows)
     tail = slice(int(ends[-1]), 0 if k.tail_end else None)  # of what is not written
     if spec.kind == "store":
-        definitions.grouped_mm_(out, x, w, ends, bias, scales, False, x_scale, w_scale)
+        out.copy_(definitions.grouped_mm(x, w, ends, bias, scales, False, x_scale, w_scale))
         out[tail] = math.nan
     elif spec.kind in FORWARD:
         preact, act = definitions.grouped_glu(x, w, ends, scales, glu, bias, True, x_scale, w_scale)

@@ -109,11 +109,6 @@ _grouped_mm = define(
     [sm90.grouped_mm, pytorch.grouped_mm, portable.grouped_mm],
     flops.product,
 )
-_grouped_mm_ = define(
-    definitions.grouped_mm_,
-    cuda=[sm90.grouped_mm_, pytorch.grouped_mm_, portable.grouped_mm_],
-    flops=lambda out, *operands: flops.product(*operands),
-)
 
 
 def grouped_mm(
@@ -130,12 +125,10 @@ def grouped_mm(
     zero_tail: bool = True,
 ) -> Tensor:
     """`definitions.grouped_mm`, in ``out`` if given."""
+    memory = None if out is None or out.dtype != value_dtype(x.dtype) else out
     options = bias, row_scale, transpose_w, x_scale, w_scale
-    if out is None or out.dtype != value_dtype(x.dtype):
-        y = _grouped_mm(x, w, ends, *options, zero_tail=zero_tail)
-        return y if out is None else out.copy_(y)
-    _grouped_mm_(out, x, w, ends, *options, zero_tail=zero_tail)
-    return out
+    y = _grouped_mm(x, w, ends, *options, out=memory, zero_tail=zero_tail)
+    return y if out is None or y is out else out.copy_(y)
 
 
 # --- products with an activation ------------------------------------------------------------------

@@ -67,6 +67,7 @@ def grouped_mm(
     x_scale: Tensor | None = None,
     w_scale: Tensor | None = None,
     *,
+    out: Tensor | None = None,
     zero_tail: bool = True,
 ) -> Tensor:
     """``x @ w[e].T + bias[e] * row_scale`` for the rows of each group e.
@@ -74,35 +75,17 @@ def grouped_mm(
     With ``transpose_w``, ``x @ w[e]``: the data gradient, from the same parameter. ``bias`` is
     ``[E, N]``, ``row_scale`` has one value for each row. FP8 operands are ``x`` ``[M, K]`` with
     ``x_scale`` ``[M, ceil(K / 128)]`` and ``w`` with ``w_scale``
-    ``[E, ceil(N / 128), ceil(K / 128)]``, not transposed.
+    ``[E, ceil(N / 128), ceil(K / 128)]``, not transposed. ``out`` is memory for the result, of its
+    shape and dtype, which implementations may leave alone.
     """
-    shape = x.shape[0], w[0].shape[-1 if transpose_w else -2]
-    y = x.new_empty(shape, dtype=value_dtype(x.dtype))
-    options = bias, row_scale, transpose_w, x_scale, w_scale
-    grouped_mm_(y, x, w, ends, *options, zero_tail=zero_tail)
-    return y
-
-
-def grouped_mm_(
-    out: Tensor,
-    x: Tensor,
-    w: Sequence[Tensor],
-    ends: Tensor,
-    bias: Tensor | None = None,
-    row_scale: Tensor | None = None,
-    transpose_w: bool = False,
-    x_scale: Tensor | None = None,
-    w_scale: Tensor | None = None,
-    *,
-    zero_tail: bool = True,
-) -> None:
-    """`grouped_mm` into ``out``."""
     check_scale_pair(x_scale, w_scale)
     if x_scale is not None and w_scale is not None:
+        nominal = value_dtype(x.dtype)
         x, w = dequantized(x, x_scale), [dequantized(stacked(w), w_scale)]
         bias = None if bias is None else bias.float()
-        out.copy_(grouped_mm(x, w, ends, bias, row_scale, transpose_w))
-        return
+        return grouped_mm(x, w, ends, bias, row_scale, transpose_w).to(nominal)
+    if out is None:
+        out = x.new_empty(x.shape[0], w[0].shape[-1 if transpose_w else -2])
     if w[0].dim() == 3:
         matrices: Sequence[Tensor] = (w[0] if transpose_w else w[0].mT).unbind(0)
     else:
@@ -124,6 +107,7 @@ def grouped_mm_(
                 wide = math_dtype(x.dtype)
                 shift = scales[group][:, None].to(wide) * bias[group].to(wide)
                 ys[group].copy_(ys[group].to(wide) + shift)
+    return out
 
 
 @torch.no_grad()

@@ -73,30 +73,10 @@ def grouped_mm(
     x_scale: Tensor | None = None,
     w_scale: Tensor | None = None,
     *,
+    out: Tensor | None = None,
     zero_tail: bool = True,
 ) -> Tensor | NotImplementedType:
     """`definitions.grouped_mm`."""
-    if x_scale is not None or not supports_dtype(x.dtype):
-        return NotImplemented
-    out = x.new_empty(x.shape[0], w[0].shape[-1 if transpose_w else -2])
-    grouped_mm_(out, x, w, ends, bias, row_scale, transpose_w)
-    return out
-
-
-def grouped_mm_(
-    out: Tensor,
-    x: Tensor,
-    w: Sequence[Tensor],
-    ends: Tensor,
-    bias: Tensor | None = None,
-    row_scale: Tensor | None = None,
-    transpose_w: bool = False,
-    x_scale: Tensor | None = None,
-    w_scale: Tensor | None = None,
-    *,
-    zero_tail: bool = True,
-) -> NotImplementedType | None:
-    """`definitions.grouped_mm_`."""
     if x_scale is not None or not supports_dtype(x.dtype):
         return NotImplemented
     from fusible.kernels.grouped.device.products import rows_grouped
@@ -106,8 +86,9 @@ def grouped_mm_(
     blocks = tile_options(x.dtype, "rows_grouped")
     down = -(-rows // blocks["block_rows"]) + groups + 1  # a group may end in a part of a tile
     across = -(-columns // blocks["block_columns"])
+    out = x.new_empty(rows, columns) if out is None else out
     if out.numel() == 0:
-        return None
+        return out
     with torch.cuda.device_of(out):
         rows_grouped[(down * across,)](
             x, weight, ends, None if bias is None else bias.contiguous(),
@@ -116,7 +97,7 @@ def grouped_mm_(
             has_bias=bias is not None, has_scale=row_scale is not None,
             slots=1 << groups.bit_length(), **blocks,
         )  # fmt: skip
-    return None
+    return out
 
 
 def grouped_wgrad(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import NotImplementedType
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -54,13 +53,14 @@ def grouped_mm(
     x_scale: Tensor | None = None,
     w_scale: Tensor | None = None,
     *,
+    out: Tensor | None = None,
     zero_tail: bool = True,
 ) -> Tensor | NotImplementedType:
     """`definitions.grouped_mm`."""
     if x_scale is not None and w_scale is not None:
         x, w = dequantized(x, x_scale).bfloat16(), [dequantized(stacked(w), w_scale).bfloat16()]
         if not _is_best(x):
-            return portable.grouped_mm(x, w, ends, bias, row_scale, transpose_w)
+            return portable.grouped_mm(x, w, ends, bias, row_scale, transpose_w, out=out)
     if x.dtype != torch.bfloat16 or not _is_best(x):
         return NotImplemented
     weight = stacked(w)
@@ -81,17 +81,6 @@ def grouped_mm(
             shift = shift.float() * row_scale[:, None].float()
         y = y + shift
     return torch.where(live[:, None], y, 0).to(x.dtype)
-
-
-def grouped_mm_(
-    out: Tensor, x: Tensor, *rest: Any, zero_tail: bool = True
-) -> NotImplementedType | None:
-    """`definitions.grouped_mm_`, by a copy."""
-    y = grouped_mm(x, *rest)
-    if y is NotImplemented:
-        return y
-    out.copy_(y)
-    return None
 
 
 def grouped_wgrad(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import NotImplementedType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -183,7 +183,7 @@ def grouped_mm(
     out: Tensor | None = None,
     zero_tail: bool = True,
 ) -> Tensor | NotImplementedType:
-    """`definitions.grouped_mm`, in ``out`` if given."""
+    """`definitions.grouped_mm`."""
     operands = _operands("x", x, w, ends, transpose_w, x_scale, w_scale)
     if operands is None:
         return NotImplemented
@@ -195,20 +195,11 @@ def grouped_mm(
         row_scale = None if row_scale is None else as_vector("row_scale", row_scale, x)
     if out is not None:
         check_tensor("out", out, shape, dtype, x.device)
-    fits = out is not None and out.is_contiguous() and out.data_ptr() % limits.ALIGNMENT_BYTES == 0
-    y = out if fits else None
-    y = products.forward(
-        x, address, ends, bias, row_scale, y, transpose_w, table, pitch, scales, zero_tail
+        if not out.is_contiguous() or out.data_ptr() % limits.ALIGNMENT_BYTES:
+            out = None
+    return products.forward(
+        x, address, ends, bias, row_scale, out, transpose_w, table, pitch, scales, zero_tail
     )
-    return y if out is None or fits else out.copy_(y)
-
-
-def grouped_mm_(
-    out: Tensor, x: Tensor, *rest: Any, zero_tail: bool = True
-) -> NotImplementedType | None:
-    """`definitions.grouped_mm_`."""
-    result = grouped_mm(x, *rest, out=out, zero_tail=zero_tail)
-    return None if result is not NotImplemented else NotImplemented
 
 
 def grouped_glu(
