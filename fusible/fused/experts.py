@@ -9,13 +9,14 @@ from typing import Any
 from torch import Tensor
 
 from fusible.formulas import cast
-from fusible.fused.grouped_mlp import MLP_CONDITIONS, AnyActivation, GroupedMLP
+from fusible.fused.grouped_mlp import MLP_CONDITIONS, GroupedMLP
 from fusible.fused.kernel_selection import SM90_FP8_ROW, SM90_ROW
 from fusible.fuser.conditions import equal, this
 from fusible.fuser.context import OperationContext
 from fusible.fuser.rules import rule
 from fusible.kernels import moe
 from fusible.ops import Combine, Dispatch, FusedOperation, GroupedLinear
+from fusible.ops.activation import Activation
 from fusible.ops.exchange import copy_received
 from fusible.ops.grouped_kernels import GroupedKernels
 from fusible.ops.matrices import GatheredRows
@@ -36,7 +37,7 @@ class MoEExperts(FusedOperation):
     Kernels that quantize gather rows as they read: rows are not written.
     """
 
-    _basic_ops: tuple[Dispatch, GroupedLinear, AnyActivation, GroupedLinear, Combine]
+    _basic_ops: tuple[Dispatch, GroupedLinear, Activation, GroupedLinear, Combine]
 
     def __init__(self, basic_ops: Sequence[BasicOperation], kernels: GroupedKernels) -> None:
         super().__init__(basic_ops)
@@ -170,7 +171,7 @@ def moe_experts(
     kernels: GroupedKernels,
     dispatch: Dispatch,
     fc1: GroupedLinear,
-    act: AnyActivation,
+    act: Activation,
     fc2: GroupedLinear,
     combine: Combine,
 ) -> MoEExperts:

@@ -14,27 +14,8 @@ from fusible.fuser.plan_key import PlanKey
 from fusible.fuser.rules import rule
 from fusible.fuser.tracing import hooks_hold_saved, keeps_graph
 from fusible.kernels.sm90 import limits as sm90
-from fusible.ops import (
-    GEGLU,
-    GELU,
-    GLU,
-    QGEGLU,
-    QGELU,
-    ClampedSwiGLU,
-    FusedOperation,
-    GroupedLinear,
-    ReGLU,
-    ReLU,
-    ScaledClampedQGeGLU,
-    ScaledSiTUGLU,
-    ScaledSReLU,
-    ScaledSwiGLU,
-    SiLU,
-    SiTUGLU,
-    SReGLU,
-    SReLU,
-    SwiGLU,
-)
+from fusible.ops import FusedOperation, GroupedLinear
+from fusible.ops.activation import Activation
 from fusible.ops.grouped_fast_path import LinearGLUFastPath, MLPFastPath
 from fusible.ops.grouped_kernels import (
     LIBRARY,
@@ -57,17 +38,10 @@ from fusible.ops.op import (
 from fusible.ops.weights import SavedLinear
 from fusible.recipes.recipe import Recipe
 
-AnyActivation = (
-    ScaledSwiGLU | ScaledClampedQGeGLU | ScaledSiTUGLU | ScaledSReLU
-    | GLU | GEGLU | QGEGLU | ReGLU | SReGLU | SwiGLU | ClampedSwiGLU | SiTUGLU
-    | GELU | QGELU | ReLU | SReLU | SiLU
-)  # fmt: skip
-"""Every activation, with scales or without; the rules' conditions say which ones kernels have."""
-
 
 def _linear_glu(
     linear: GroupedLinear,
-    act: AnyActivation,
+    act: Activation,
     ctxs: Contexts,
     x: Tensor,
     extra_inputs: ExtraTensors,
@@ -95,7 +69,7 @@ def _linear_glu(
 class GroupedLinearGLU(FusedOperation):
     """Forward of ``GroupedLinear`` and an activation, in the product's epilogue."""
 
-    _basic_ops: tuple[GroupedLinear, AnyActivation]
+    _basic_ops: tuple[GroupedLinear, Activation]
 
     def fast_path(self, plan: Plan, key: PlanKey) -> LinearGLUFastPath | None:
         """A fast path with the unfused backward of both ops."""
@@ -120,7 +94,7 @@ class GroupedMLP(FusedOperation):
     kernels do that.
     """
 
-    _basic_ops: tuple[GroupedLinear, AnyActivation, GroupedLinear]
+    _basic_ops: tuple[GroupedLinear, Activation, GroupedLinear]
 
     def __init__(self, basic_ops: Sequence[BasicOperation], kernels: GroupedKernels) -> None:
         super().__init__(basic_ops)
@@ -242,7 +216,7 @@ MLP_CONDITIONS = (
 
 @rule(*MLP_CONDITIONS, kernels=[row.for_mlp for row in KERNELS])
 def grouped_mlp(
-    kernels: GroupedKernels, fc1: GroupedLinear, act: AnyActivation, fc2: GroupedLinear
+    kernels: GroupedKernels, fc1: GroupedLinear, act: Activation, fc2: GroupedLinear
 ) -> GroupedMLP:
     """The activation is in an epilogue, as is its backward, except by FP8 products on Hopper."""
     return GroupedMLP([fc1, act, fc2], kernels)
@@ -258,6 +232,6 @@ def grouped_mlp(
     multiple_of(this.linear.out_features, 2 * this.act.glu_interleave_size),
     phase="forward",
 )
-def grouped_linear_glu_sm90(linear: GroupedLinear, act: AnyActivation) -> GroupedLinearGLU:
+def grouped_linear_glu_sm90(linear: GroupedLinear, act: Activation) -> GroupedLinearGLU:
     """The activation is in the epilogue, on the FP32 accumulators."""
     return GroupedLinearGLU([linear, act])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -27,6 +28,8 @@ class Activation(CastingOp):
 
     activation: ClassVar[str]
     """The name of its row in :data:`fusible.activations.ACTIVATIONS`."""
+    pattern_types: ClassVar[tuple[type[Activation], ...]] = ()
+    """The activations of this package, which `Activation` stands for in a rule's pattern."""
     fact_names: ClassVar[tuple[str, ...]] = (
         "cache_quantized_input", "gated", "glu_interleave_size", "geglu",
     )  # fmt: skip
@@ -34,6 +37,8 @@ class Activation(CastingOp):
     glu_interleave_size: int | None = None
     cache_quantized_input: bool = False
     activation_recompute_in_mlp: bool = False
+    save_input: Callable[..., None]
+    """Saves an input, and the scales, as the forward does; for fused ops."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Make the row's name and its options facts."""
@@ -41,6 +46,8 @@ class Activation(CastingOp):
         if "activation" in vars(cls):
             options = [option.attribute for option in ACTIVATIONS[cls.activation].options]
             cls.fact_names = (*cls.fact_names, "activation", *options)
+            if cls.__module__.startswith("fusible."):
+                Activation.pattern_types += (cls,)
 
     @property
     def geglu(self) -> tuple[float, float] | None:
