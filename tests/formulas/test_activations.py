@@ -27,7 +27,6 @@ def ops_by_row(kind):
 
 
 def every_op():
-
     return ops_by_row(activation.Activation)
 
 
@@ -52,7 +51,6 @@ def test_a_gated_units_backward_is_its_derivative(name, interleave):
 
 
 def test_every_row_has_an_op_and_every_op_a_row():
-
     assert set(ops_by_row(activation._Unary).values()) == set(UNARY)
     assert set(ops_by_row(activation.GatedOp).values()) == set(GATED)
     for op, name in every_op().items():
