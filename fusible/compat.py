@@ -62,8 +62,7 @@ def fp8_autocast(
     fp8_group: Any = None,
 ) -> AbstractContextManager[None]:
     """``autocast`` with the older names of its arguments."""
-    check_bools("fp8_autocast", calibrating=calibrating)
-    return autocast(enabled, fp8_recipe)
+    return autocast(enabled, calibrating, fp8_recipe, fp8_group)
 
 
 def checkpoint(
@@ -165,7 +164,7 @@ def make_graphed_callables(
             f"enabled of make_graphed_callables must be the same for all modules, got {enabled}; "
             "call it once for those under the recipe, and once for the others"
         )
-    with autocast(given[0], recipe):
+    with autocast(given[0], recipe=recipe):
         return torch.cuda.make_graphed_callables(
             modules, sample_args, num_warmup_iters, allow_unused_input, pool=pool
         )

@@ -186,13 +186,16 @@ def clamped_halves(
     ``g = min(gate, limit)`` and ``l = clamp(linear, -limit, limit)``; a clamped element passes no
     gradient. Source: the GPT-OSS model's feed-forward block (openai/gpt-oss, ``swiglu``).
     """
+
+    def clamped(x: Tensor) -> Tensor:
+        # The gradient at the limit itself: that of clamp is 1 before torch 2.14, then 0.
+        return torch.where(x.abs() > limit, x.clamp(-limit, limit), x)
+
     gate = Unary(
-        lambda g: _qgelu(g.clamp(max=limit), alpha),
+        lambda g: _qgelu(torch.where(g > limit, limit, g), alpha),
         lambda dy, g: _qgelu_backward(dy, g.clamp(max=limit), alpha) * (g <= limit),
     )
-    linear = Unary(
-        lambda up: up.clamp(-limit, limit) + offset, lambda dy, up: dy * (up.abs() <= limit)
-    )
+    linear = Unary(lambda up: clamped(up) + offset, lambda dy, up: dy * (up.abs() <= limit))
     return gate, linear
 
 
@@ -226,10 +229,8 @@ def layer_norm(
     deviation, ``[rows, 1]``, in the dtype of the arithmetic. Source: Ba et al., arXiv 1607.06450.
     """
     wide = cast(x, math_dtype(x.dtype))
-    mean = wide.mean(-1, keepdim=True)
-    centered = wide - mean
-    rstd = torch.rsqrt(centered.square().mean(-1, keepdim=True) + eps)
-    y = centered * rstd * gain(weight, wide.dtype, zero_centered) + cast(bias, wide.dtype)
+    affine = gain(weight, wide.dtype, zero_centered), cast(bias, wide.dtype)
+    y, mean, rstd = torch.native_layer_norm(wide, wide.shape[-1:], *affine, eps)
     return cast(y, x.dtype), mean, rstd
 
 
@@ -395,7 +396,7 @@ def load_balancing_loss(logits: Tensor, ids: Tensor, score_function: str) -> Ten
     if score_function == "sigmoid":
         scores = scores / _total(scores)
     chosen = ids.reshape(-1)
-    counts = chosen.new_zeros(experts).scatter_add_(0, chosen, torch.ones_like(chosen))
+    counts = chosen.new_zeros(experts).scatter_add(0, chosen, torch.ones_like(chosen))
     share = counts.to(scores.dtype) / max(chosen.numel(), 1)
     scores = scores.reshape(-1, experts)
     return experts * (share * scores.sum(0)).sum() / max(scores.shape[0], 1)

@@ -264,31 +264,33 @@ def fusion_rules() -> tuple[Rule, ...]:
     return registry.rules
 
 
-def register_forward_backward_fusion(func: Callable[..., Any], prepend: bool = False) -> None:
-    """Register a joint fusion, ``func(ops, *, recipe) -> ops``.
+def register_forward_backward_fusion(
+    op_fusion_func: Callable[..., Any], prepend: bool = False
+) -> None:
+    """Register a joint fusion, ``op_fusion_func(ops, *, recipe) -> ops``.
 
     A fused op made by it runs forward and backward and need agree only with itself. Users'
     functions run before the built-in rules, each once per run of ops, recipe and gradient
     requirements, and again for each part of a run between formulas that autograd differentiates;
     ``prepend`` puts this one before the user's others.
     """
-    registry.add("joint", func, prepend)
+    registry.add("joint", op_fusion_func, prepend)
 
 
-def register_forward_fusion(func: Callable[..., Any], prepend: bool = False) -> None:
-    """Register a forward-only fusion, ``func(ops, *, recipe) -> ops``.
+def register_forward_fusion(op_fusion_func: Callable[..., Any], prepend: bool = False) -> None:
+    """Register a forward-only fusion, ``op_fusion_func(ops, *, recipe) -> ops``.
 
     The fused op's forward must save, in each basic op's context, what that op documents as its
     saved state, since the basic ops' own backwards (or another fusion of them) will read it. See
     :func:`register_forward_backward_fusion` for when functions run.
     """
-    registry.add("forward", func, prepend)
+    registry.add("forward", op_fusion_func, prepend)
 
 
-def register_backward_fusion(func: Callable[..., Any], prepend: bool = False) -> None:
-    """Register a backward-only fusion, ``func(ops, *, recipe) -> ops``.
+def register_backward_fusion(op_fusion_func: Callable[..., Any], prepend: bool = False) -> None:
+    """Register a backward-only fusion, ``op_fusion_func(ops, *, recipe) -> ops``.
 
     The fused op's backward reads the state that each basic op documents, whichever forward saved
     it. See :func:`register_forward_backward_fusion` for when functions run.
     """
-    registry.add("backward", func, prepend)
+    registry.add("backward", op_fusion_func, prepend)

@@ -97,7 +97,8 @@ class FusibleExperts(GroupedExperts):
         if block is None:
             block = self.__dict__[ATTRIBUTE] = self._ops()
         recipe = self.recipe
-        with torch.autocast(x.device.type, torch.bfloat16), autocast(recipe is not None, recipe):
+        scope = autocast(recipe is not None, recipe=recipe)
+        with torch.autocast(x.device.type, torch.bfloat16), scope:
             y = block(x, scores, expert_ids)
         return y.type_as(x)
 

@@ -40,6 +40,7 @@ from fusible.ops import (
     SReLU,
     SwiGLU,
 )
+from fusible.ops.hooks import why_called
 from fusible.ops.parameters import stored
 from fusible.recipes.quantization import HIGH_PRECISION
 from fusible.recipes.sharding import local
@@ -179,6 +180,7 @@ def _exchanges(experts: Any, count: int, *, scaled: bool) -> tuple[Dispatch, Com
 
 
 _OPTIONS = (
+    "_apply_gate",
     "act_fn",
     "alpha",
     "has_bias",
@@ -195,7 +197,8 @@ def _options(experts: Any) -> tuple[Any, ...]:
     """The properties of a module's experts that a block depends on, besides their values."""
     up = "gate_up_proj" if experts.has_gate else "up_proj"
     shapes = [getattr(getattr(experts, name, None), "shape", None) for name in (up, "down_proj")]
-    return (*[getattr(experts, name, None) for name in _OPTIONS], *shapes)
+    options = [getattr(experts, name, None) for name in _OPTIONS]
+    return (*options, *shapes, _is_own_gate(experts))
 
 
 def _check_sizes(experts: Any, up: ExpertsLinear, down: ExpertsLinear) -> None:
@@ -317,12 +320,14 @@ def activation_of(experts: Any) -> BasicOperation | None:
     Classes write the same gate in many ways, so that it is told by its values, of halves or of
     alternating columns.
     """
-    if _has_norm(experts):
+    if _has_norm(experts) or _is_own_gate(experts):
         return None
     # explain() and torch.compile may be the first to call, under modes of fake tensors.
     with _disable_current_modes(), torch.no_grad():
         generator = torch.Generator("cpu").manual_seed(0)
+        # Also of magnitudes that any limit clamps.
         rows = torch.randn(16, 64, generator=generator, device="cpu").double() * 8
+        rows = torch.cat([rows, rows * 100, rows * 1e4])
         try:
             expected = _gate_of(experts)(rows).double()
         except (RuntimeError, TypeError):  # such as parameters on another device
@@ -331,6 +336,19 @@ def activation_of(experts: Any) -> BasicOperation | None:
             if torch.allclose(act.value(rows), expected, rtol=1e-5, atol=1e-6):
                 return act
     return None
+
+
+def _is_own_gate(experts: Any) -> bool:
+    """Whether the module's activation is called as it is: it has hooks, parameters or buffers."""
+    act = getattr(experts, "act_fn", None)
+    if not isinstance(act, nn.Module):
+        return False
+    return any(
+        [
+            part._parameters or part._buffers or why_called(part) is not None
+            for part in act.modules()
+        ]
+    )
 
 
 def _gate_of(experts: Any) -> Callable[[Tensor], Tensor]:

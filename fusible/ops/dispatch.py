@@ -681,7 +681,9 @@ class Combine(BasicOperation):
                 f"row_map of Combine must be int32 of shape (..., k) on {rows.device}, as Dispatch "
                 f"gives it, got {described(row_map)}"
             )
-        if rows.dim() != 2 or rows.shape[0] > row_map.numel():
+        # A comparison of symbolic sizes would be a guard, which export refuses.
+        fits = torch.compiler.is_compiling() or rows.shape[0] <= row_map.numel()
+        if rows.dim() != 2 or not fits:
             raise ValueError(
                 f"input of Combine must be rows of shape (rows, H), at most the {row_map.numel()} "
                 f"choices of row_map, got {tuple(rows.shape)}"

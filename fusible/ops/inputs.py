@@ -87,6 +87,15 @@ def check_features(x: Tensor, features: int, op_name: str) -> None:
             f"input of {op_name} must have {features} features in its last dimension, got shape "
             f"{tuple(x.shape)}"
         )
+    if x.is_nested:
+        raise nested_input(op_name)
+
+
+def nested_input(op_name: str) -> ValueError:
+    """The error for a nested tensor, which has no view as rows."""
+    return ValueError(
+        f"input of {op_name} must be a tensor of rows, got a nested tensor; pass x.values()"
+    )
 
 
 def check_sizes(op_name: str, dtype: torch.dtype | None = None, **sizes: Any) -> None:

@@ -29,6 +29,7 @@ from fusible.ops.grouped_kernels import LinearCall, kernels_of
 from fusible.ops.hooks import HOOKS, patches, why_called
 from fusible.ops.inputs import (
     check_device,
+    check_dtype,
     check_features,
     check_sizes,
     product_dtype,
@@ -265,6 +266,7 @@ class Bias(BasicOperation):
     def forward_impl(self, ctx: OperationContext, input_: Tensor) -> Tensor:
         """``x + bias`` in the dtype of ``x``."""
         check_features(input_, self.size, "Bias")
+        check_dtype(input_, "input", "Bias")
         (bias,) = ctx.parameters
         if bias.shape != (self.size,):
             raise wrong_shape("bias", bias, (self.size,), "Bias")

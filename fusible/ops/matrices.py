@@ -25,6 +25,7 @@ class GatheredRows:
     """Int32 ``[rows]``; what it holds past the last group is not read."""
     regather: bool = False
     """Save the source, and gather once more for the weight gradient."""
+    is_nested = False
 
     @property
     def shape(self) -> torch.Size:

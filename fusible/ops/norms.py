@@ -14,7 +14,7 @@ from fusible.arguments import check_bools, check_numbers
 from fusible.fuser.context import OperationContext
 from fusible.kernels import normalization as kernels
 from fusible.ops.casting import CastingOp, apply_quantizer, cast_grad
-from fusible.ops.inputs import check_device, check_sizes
+from fusible.ops.inputs import check_device, check_sizes, nested_input
 from fusible.ops.op import OpGrads
 
 
@@ -74,6 +74,8 @@ class _Norm(CastingOp):
                 f"input of {op_name} must end in the dimensions {shape}, got shape "
                 f"{tuple(input_.shape)}"
             )
+        if input_.is_nested:
+            raise nested_input(op_name)
         check_device(input_, ctx.parameters[0], op_name)
         return self.cast_input(ctx, input_).reshape(-1, self.features)
 

@@ -341,13 +341,15 @@ class WeightedOperation(CastingOp):
         while self._delayed and (backward := self._delayed[0].backward) and backward.failed:
             self._delayed.popleft()
 
-    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], Any]) -> None:
-        """Call ``hook()`` after every :meth:`backward_dw` that computed a gradient.
+    def register_wgrad_accumulation_and_reduce_hooks(
+        self, wgrad_accumulation_and_reduce_hook: Callable[[], Any]
+    ) -> None:
+        """Call the hook after every :meth:`backward_dw` that computed a gradient.
 
         For frameworks that reduce gradients in autograd's post-accumulate hook: the weights
         have ``skip_backward_post_hook`` set.
         """
-        self._wgrad_hooks.append(hook)
+        self._wgrad_hooks.append(wgrad_accumulation_and_reduce_hook)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Tell frameworks of a weight whose gradient is delayed."""

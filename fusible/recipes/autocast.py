@@ -93,9 +93,8 @@ def _scope(recipe: Recipe | None) -> Iterator[None]:
 
 def autocast(
     enabled: bool = True,
-    recipe: Recipe | Mapping[Any, Recipe | None] | None = None,
-    *,
     calibrating: bool = False,
+    recipe: Recipe | Mapping[Any, Recipe | None] | None = None,
     amax_reduction_group: Any = None,
 ) -> AbstractContextManager[None]:
     """Run the ops inside under ``recipe``; ``enabled=False`` switches an outer recipe off.
@@ -105,14 +104,14 @@ def autocast(
     Thread-local and re-entrant.
     The recipe is recorded with every forward, so a backward that runs after the scope has ended
     uses the recipe of its forward. ``calibrating`` and ``amax_reduction_group`` are Transformer
-    Engine's, for delayed scaling, and have no effect.
+    Engine's, for delayed scaling, and have no effect; the order of arguments is its, too.
 
     Raises:
         TypeError: ``enabled`` is not a bool, or ``recipe`` is not a recipe of ``fusible.recipes``.
         ValueError: the mapping is empty.
     """
-    recipe = check_recipes("autocast", enabled, recipe)
     check_bools("autocast", calibrating=calibrating)
+    recipe = check_recipes("autocast", enabled, recipe)
     return _scope(recipe if enabled else None)
 
 

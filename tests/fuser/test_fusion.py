@@ -158,7 +158,7 @@ def counting(function, calls):
 
 def test_called_once_per_run_recipe_and_gradient_requirements(own_fusions):
     calls = []
-    fz.register_forward_fusion(counting(fuse(LinearSiLUForward), calls))
+    fz.register_forward_fusion(op_fusion_func=counting(fuse(LinearSiLUForward), calls))
     seq, x = model(), torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
     for rows in (5, 5, 3, 1, 0):
         seq(x[:rows])

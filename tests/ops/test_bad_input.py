@@ -637,3 +637,18 @@ def test_a_buffer_for_an_op_that_takes_none():
     seq, y = fz.Sequential(fz.BasicLinear(8, 8), fz.AddExtraInput()), torch.zeros(4, 8)
     with pytest.raises(ValueError, match=r"among none, got \['output'\]; copy the result: buffer"):
         seq(torch.randn(4, 8), y, op_kwargs={1: {"output": y}})
+
+
+@pytest.mark.parametrize(
+    "op", [fz.Linear(8, 4), fz.RMSNorm(8), fz.LayerNorm(8), fz.TopKRouter(8, 4, 2)], ids=type
+)
+def test_nested_tensors(op):
+    x = torch.nested.nested_tensor([torch.randn(2, 8), torch.randn(3, 8)], layout=torch.jagged)
+    with pytest.raises(ValueError, match=r"must be a tensor of rows, got a nested tensor; pass x"):
+        op(x)
+    op(x.values())
+
+
+def test_a_bias_of_integers():
+    with pytest.raises(ValueError, match=r"input of Bias must be one of .* got torch.int64; cast"):
+        fz.Bias(4)(torch.ones(1, 4, dtype=torch.int64))

@@ -91,7 +91,7 @@ def test_a_recipe_must_be_one_and_given_by_name(scope):
 
 
 def test_a_recipe_by_name_and_by_second_place_is_in_force():
-    for scope in (fz.autocast(recipe=recipes.NVFP4BlockScaling()), fz.autocast(True, HALF)):
+    for scope in (fz.autocast(recipe=recipes.NVFP4BlockScaling()), fz.autocast(True, recipe=HALF)):
         with scope:
             assert recipes.current_recipe() != recipes.MXFP8BlockScaling()
     with fz.quantized_model_init(True, HALF):

@@ -311,7 +311,9 @@ def test_delayed(path, single):
     assert all(w.skip_backward_post_hook for w in weights(mlp))
     assert not any(hasattr(b, "skip_backward_post_hook") for b in biases(mlp))
     called = []
-    fc1.register_wgrad_accumulation_and_reduce_hooks(lambda: called.append(fc1.weights()[0].grad))
+    fc1.register_wgrad_accumulation_and_reduce_hooks(
+        wgrad_accumulation_and_reduce_hook=lambda: called.append(fc1.weights()[0].grad)
+    )
     fc1.backward_dw()  # nothing is waiting
     inputs = run(path, mlp)
     want, want_biases, (want_inputs,) = expected(path, single)

@@ -26,8 +26,12 @@ def test_the_older_scopes_are_the_newer_ones():
         want = op(x)
     with te.fp8_autocast(True, False, recipe, None):
         assert torch.equal(op(x), want)
-    with te.autocast(enabled=True, calibrating=False, recipe=recipe, amax_reduction_group=None):
-        assert torch.equal(op(x), want)
+    for scope in (
+        te.autocast(enabled=True, calibrating=False, recipe=recipe, amax_reduction_group=None),
+        te.autocast(True, False, recipe),
+    ):
+        with scope:
+            assert torch.equal(op(x), want)
     with te.fp8_autocast(enabled=False, fp8_recipe=recipe):
         assert torch.equal(op(x), torch.nn.functional.linear(x, op.weight, op.bias))
     with te.autocast():

@@ -526,3 +526,21 @@ def test_backwards_run_outside_of_autocast(recipe, where):
             results += torch.autograd.grad(y, module.parameters(), dy)
     assert torch.equal(*results)
     assert recipe is None or not torch.equal(results[0], results[0].bfloat16().float())
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("factor", [0.75, 1.0, 2.0])
+def test_export_of_a_block_with_capacity(factor, strict):
+    """For any number of tokens up to a bound."""
+    block = fz.Sequential(
+        fz.TopKRouter(16, 4, 2),
+        fz.Dispatch(4, capacity_factor=factor),
+        fz.GroupedLinear(4, 16, 16),
+        fz.Combine(weighted=True),
+    )
+    rows = torch.export.Dim("rows", min=2, max=100)
+    given = (torch.randn(10, 16),)
+    exported = torch.export.export(block, given, dynamic_shapes=({0: rows},), strict=strict)
+    for count in (2, 7, 100):
+        x = torch.randn(count, 16)
+        torch.testing.assert_close(exported.module()(x), block(x))

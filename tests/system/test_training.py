@@ -1,6 +1,7 @@
 """Trainers' tools around and inside a Sequential: memory, compilation, concurrency."""
 
 import copy
+import functools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -176,6 +177,29 @@ def test_checkpoint_inside(path, how):
     ref.assert_equal(*results)
     assert ran
     assert len(wrapped.parts()) == 3
+
+
+def test_a_selective_checkpoint_that_saves_all_of_a_block_with_a_loss():
+    def save_all(ctx, op, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE
+
+    block = fz.Sequential(
+        fz.TopKRouter(16, 4, 2, load_balancing_loss=True, z_loss=True),
+        fz.Dispatch(4),
+        fz.GroupedLinear(4, 16, 16),
+        fz.Combine(weighted=True),
+    )
+    x = torch.randn(6, 16)
+    found = []
+    for saved in (False, True):
+        leaf = x.clone().requires_grad_()
+        contexts = functools.partial(create_selective_checkpoint_contexts, save_all)
+        options = {"use_reentrant": False, "context_fn": contexts}
+        outputs = checkpoint(block, leaf, **options) if saved else block(leaf)
+        sum(t.sum() for t in outputs).backward()
+        found.append([*outputs, leaf.grad, *[p.grad for p in block.parameters()]])
+        block.zero_grad()
+    ref.assert_equal(*found)
 
 
 @some_paths("unfused", "sm90", "sm90 experts", "unfused mxfp8", "sm90 mxfp8")

@@ -6,6 +6,7 @@ import copy
 import importlib
 import pickle
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,61 @@ def test_what_changes_after_the_first_call_counts() -> None:
     experts.num_experts = 2
     y = experts(x, ids, weights)
     torch.testing.assert_close(y, eager(experts, x, ids, weights, experts.down_proj))
+
+
+class Swish(nn.Module):
+    """SiLU at its start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beta = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(self.beta * x)
+
+
+def test_an_activation_of_its_own_is_called() -> None:
+    """It has hooks, then a parameter; then the gate is replaced."""
+    experts, given = experts_of(make_model("mixtral")), (torch.randn(5, 32), torch.rand(5, 2))
+    x, ids, weights = given[0], torch.randint(4, (5, 2)), given[1]
+
+    def check() -> None:
+        want = copy.deepcopy(experts)
+        want.config._experts_implementation = "grouped_mm"
+        torch.testing.assert_close(experts(x, ids, weights), want(x, ids, weights))
+
+    check()
+    seen: list[int] = []
+    hook = experts.act_fn.register_forward_hook(lambda m, i, o: (seen.append(len(o)), o / 2)[1])
+    check()
+    assert seen == [10, 10]
+    hook.remove()
+    check()
+    assert experts._fusible_block.mlp is not None
+    experts.act_fn = Swish()
+    check()
+    experts(x, ids, weights).sum().backward()
+    assert experts.act_fn.beta.grad != 0
+    with torch.no_grad():
+        experts.act_fn.beta.fill_(2)
+    check()
+    experts.act_fn = nn.SiLU()
+    experts._apply_gate = types.MethodType(lambda m, x: x.chunk(2, -1)[0].relu(), experts)
+    check()
+
+
+@pytest.mark.parametrize("limit", [10.0, 40.0, 2000.0])
+def test_limits_of_any_size(limit: float) -> None:
+    def clamped(m: Any, g: Tensor, u: Tensor) -> Tensor:
+        return nn.functional.silu(g.clamp(max=limit)) * u.clamp(-limit, limit)
+
+    found = blocks.activation_of(Experts(clamped))  # whose own limit is another
+    assert found is None
+    experts = Experts(clamped)
+    experts.limit = limit
+    found = blocks.activation_of(experts)
+    assert type(found) is fz.ScaledClampedQGeGLU
+    assert found.limit == limit
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
