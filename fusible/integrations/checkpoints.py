@@ -6,7 +6,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -163,6 +163,11 @@ class _Target(NamedTuple):
         return self.op.num_groups * (self.op.expert_processes or 1)
 
     @property
+    def lead(self) -> tuple[int, ...]:
+        """The dimensions of a weight before ``[out, in]``: ``(experts,)`` or none."""
+        return () if self.experts is None else (self.experts,)
+
+    @property
     def weight(self) -> Tensor:
         """The first parameter that is a weight, or its local part."""
         return local(self.op.weights()[0])
@@ -185,8 +190,12 @@ class _ReadWeights(NamedTuple):
     bias: Tensor | None
 
 
+_Entry = tuple[CheckpointLayout, OperandData, Tensor | None]
+"""The layout, the weight and the bias under one name."""
+
+
 class _Reader:
-    """Reads the entries of one linear."""
+    """Reads the entries of one linear; `_Wrong` says what is wrong with them."""
 
     def __init__(
         self,
@@ -204,13 +213,11 @@ class _Reader:
         self.on_meta = False
         self.memory: set[int] = set()
         """The addresses of the memory of entries that were read."""
-        self.wrong: list[str] = []
 
     def read(self, *, on_meta: bool = False) -> _ReadWeights:
         """The parts of the weight, checked; ``on_meta``, only scales have values."""
         self.on_meta = on_meta
         parts = [self._part(base) for base in self.bases]
-        self._raise()
         layouts = {layout for layout, _, _ in parts}
         if len(layouts) > 1:
             raise _Wrong(
@@ -218,41 +225,39 @@ class _Reader:
             )
         weights = [weight for _, weight, _ in parts]
         self._check_shapes(weights)
-        self._raise()
         biases = [bias for _, _, bias in parts if bias is not None]
         return _ReadWeights(parts[0][0], weights, self.interleave, self._joined_bias(biases))
 
-    def _raise(self) -> None:
-        if self.wrong:
-            raise _Wrong(*self.wrong)
-
-    def _part(self, base: str) -> tuple[CheckpointLayout, OperandData, Tensor | None]:
+    def _part(self, base: str) -> _Entry:
         """One part of the weight, and of the bias."""
-        experts = self.target.experts
         if "*" not in base:
-            layout, weight, bias = self._entry(base)
-        else:
-            found = self._expert_numbers(base)
-            if experts is None or found != set(range(experts)):
-                self.wrong.append(
-                    f"{base} must be of {'no experts' if experts is None else f'{experts} experts'}"
-                    f", as {self.target.path or 'the module'} is, got {_numbers(found)}"
-                )
-                self._raise()
-            each = [self._entry(base.replace("*", str(e), 1)) for e in range(experts or 0)]
-            self._raise()
-            layouts = {layout for layout, _, _ in each}
-            shapes = {tuple(weight.shape) for _, weight, _ in each}
-            if len(layouts) > 1 or len(shapes) > 1:
-                got = ", ".join(map(str, sorted(shapes)))
-                raise _Wrong(f"experts of {base} must be alike, got {got} in {_names(layouts)}")
-            layout, weight = each[0][0], stacked_weights([weight for _, weight, _ in each])
-            biases = [bias for _, _, bias in each if bias is not None]
-            bias = torch.stack(biases) if biases else None
-        self._raise()
-        return layout, weight, bias
+            return self._entry(base)
+        experts, found = self.target.experts, self._expert_numbers(base)
+        if experts is None or found != set(range(experts)):
+            raise _Wrong(
+                f"{base} must be of {'no experts' if experts is None else f'{experts} experts'}"
+                f", as {self.target.path or 'the module'} is, got "
+                f"{f'the numbers {sorted(found)}' if found else 'none'}"
+            )
+        each: list[_Entry] = []
+        wrong: list[str] = []
+        for expert in range(experts):
+            try:
+                each.append(self._entry(base.replace("*", str(expert), 1)))
+            except _Wrong as error:
+                wrong += error.sentences
+        if wrong:
+            raise _Wrong(*wrong)
+        layouts = {layout for layout, _, _ in each}
+        shapes = {tuple(weight.shape) for _, weight, _ in each}
+        if len(layouts) > 1 or len(shapes) > 1:
+            got = ", ".join(map(str, sorted(shapes)))
+            raise _Wrong(f"experts of {base} must be alike, got {got} in {_names(layouts)}")
+        biases = [bias for _, _, bias in each if bias is not None]
+        weight = stacked_weights([weight for _, weight, _ in each])
+        return each[0][0], weight, torch.stack(biases) if biases else None
 
-    def _entry(self, base: str) -> tuple[Any, Any, Tensor | None]:
+    def _entry(self, base: str) -> _Entry:
         """The weight and bias under one name."""
         layout, missing = layout_of(self.checkpoint, base)
         of_module = layout is None or layout.values.startswith(".")
@@ -265,18 +270,16 @@ class _Reader:
         extra = [key for key in self._under(base) if key.removeprefix(base) not in known]
         if layout is None and extra:
             got = ", ".join(f"{key} of {self.checkpoint[key].dtype}" for key in extra)
-            self.wrong.append(f"{base} must be stored in one of LAYOUTS, got {got}")
-            return None, None, None
-        self.wrong += [self._missing(name, layout) for name in missing]
-        self.wrong += [f"{name} must not be there" for name in extra]
-        if layout is None or missing or extra:
-            return None, None, None
+            raise _Wrong(f"{base} must be stored in one of LAYOUTS, got {got}")
+        wrong = [self._missing(name, layout) for name in missing]
+        wrong += [f"{name} must not be there" for name in extra]
+        if layout is None or wrong:
+            raise _Wrong(*wrong)
         entries = {ending: self.checkpoint[base + ending] for ending in layout.endings}
         try:
             weight = layout.read(entries)
         except (ValueError, RuntimeError) as error:
-            self.wrong.append(f"{base} is not as {layout.name} has it: {error}")
-            return None, None, None
+            raise _Wrong(f"{base} is not as {layout.name} has it: {error}") from error
         if self.on_meta:
             weight = _without_values(weight)
             bias = None if bias is None else bias.to("meta")
@@ -313,38 +316,37 @@ class _Reader:
         return {int(match[1]) for match in matches if match}
 
     def _check_shapes(self, parts: Sequence[OperandData]) -> None:
-        op, experts = self.target.op, self.target.experts
-        lead = () if experts is None else (experts,)
+        op, lead, size = self.target.op, self.target.lead, self.interleave
         hint = "" if self.transposed else "; transposed=True takes entries [..., in, out]"
-        for base, part in zip(self.bases, parts, strict=True):
-            shape = tuple(part.shape)
-            if len(shape) != len(lead) + 2 or shape[:-2] != lead or shape[-1] != op.in_features:
-                self.wrong.append(
-                    f"{base} must be of {(*lead, 'out', op.in_features)}, got {shape}{hint}"
-                )
-        self._raise()
-        rows = [part.shape[-2] for part in parts]
+        shapes = [tuple(part.shape) for part in parts]
+        wrong = [
+            f"{base} must be of {(*lead, 'out', op.in_features)}, got {shape}{hint}"
+            for base, shape in zip(self.bases, shapes, strict=True)
+            if len(shape) != len(lead) + 2 or shape[:-2] != lead or shape[-1] != op.in_features
+        ]
+        if wrong:
+            raise _Wrong(*wrong)
+        rows = [shape[-2] for shape in shapes]
         if sum(rows) != op.out_features:
-            self.wrong.append(
+            wrong.append(
                 f"{' and '.join(self.bases)} must have {op.out_features} output features, got "
                 f"{' + '.join(map(str, rows))}"
             )
-        size = self.interleave
         if size is not None and (len(set(rows)) > 1 or size < 1 or rows[0] % size):
-            self.wrong.append(
+            wrong.append(
                 f"parts of {self.target.path} must have equally many output features, a multiple "
                 f"of glu_interleave_size, to alternate in blocks of {size}, got {rows}"
             )
+        if wrong:
+            raise _Wrong(*wrong)
 
     def _joined_bias(self, parts: Sequence[Tensor]) -> Tensor | None:
         if not parts:
             return None
-        columns = [part.unsqueeze(-1) for part in parts]
-        bias = joined_weights(columns, self.interleave)
+        bias = joined_weights([part.unsqueeze(-1) for part in parts], self.interleave)
         assert isinstance(bias, Tensor)
         bias = bias.squeeze(-1)
-        experts = self.target.experts
-        wanted = (() if experts is None else (experts,)) + (self.target.op.out_features,)
+        wanted = (*self.target.lead, self.target.op.out_features)
         if tuple(bias.shape) != wanted:
             raise _Wrong(f"the bias of {self.target.path} must be of {wanted}, got {bias.shape}")
         return bias
@@ -361,26 +363,19 @@ def _names(layouts: set[CheckpointLayout]) -> str:
     return ", ".join(sorted(layout.name for layout in layouts))
 
 
-def _numbers(found: set[int]) -> str:
-    return f"the numbers {sorted(found)}" if found else "none"
-
-
 @torch.no_grad()
 def _load(target: _Target, given: _ReadWeights, memory: set[int]) -> str:
     """Write a linear's weight and bias, as ``load_state_dict`` does; what was done.
 
     ``memory`` is that of the checkpoint, which parameters that were on the meta device do not get.
     """
-    own, name = target.weight, given.layout.name
-    in_high_precision = isinstance(given.parts[0], Tensor)
-    if not isinstance(own, QuantizedTensor):
-        how = "converted" if in_high_precision else "decoded"
-        weight, what = _values(given, own.dtype), f"{name}, {how} to {own.dtype}"
-    elif in_high_precision:
-        weight = _quantized(_values(given, torch.float32), own)
-        what = f"{name}, quantized to {own.format.name}"
-    else:
+    own = target.weight
+    weight: Tensor
+    if isinstance(own, QuantizedTensor):
         weight, what = _stored(given, own)
+    else:
+        how = "converted" if isinstance(given.parts[0], Tensor) else "decoded"
+        weight, what = _values(given, own.dtype), f"{given.layout.name}, {how} to {own.dtype}"
     state = {"weight": weight}
     if given.bias is not None:
         named = target.holder.named_parameters()
@@ -407,13 +402,6 @@ def _values(given: _ReadWeights, dtype: torch.dtype) -> Tensor:
     return weight
 
 
-def _quantized(values: Tensor, own: QuantizedTensor) -> QuantizedTensor:
-    """FP32 values in the format of a parameter, for its uses."""
-    columnwise = own.columnwise_data is not None
-    quantized = QuantizedTensor.quantize(values, own.format, columnwise=columnwise)
-    return quantized.with_pieces(quantized.pieces(), dtype=own.dtype)
-
-
 def _kept(given: _ReadWeights, fmt: NumberFormat) -> QuantizedMatrix | None:
     """The bits of a checkpoint in the format of a parameter, None if values must be rounded."""
     whole = joined_weights(given.parts, given.interleave)
@@ -421,18 +409,21 @@ def _kept(given: _ReadWeights, fmt: NumberFormat) -> QuantizedMatrix | None:
 
 
 def _stored(given: _ReadWeights, own: QuantizedTensor) -> tuple[QuantizedTensor, str]:
-    """The bits of a checkpoint for a parameter that is stored quantized, and what they are."""
-    source, name = given.parts[0].format, given.layout.name  # type: ignore[union-attr]
-    kept = _kept(given, own.format)
+    """A weight for a parameter that is stored quantized, and what was done to it."""
+    source, name = given.parts[0], given.layout.name
+    kept, columnwise = _kept(given, own.format), own.columnwise_data is not None
+    if kept is None or columnwise:
+        values = _values(given, torch.float32)
+        made = QuantizedTensor.quantize(values, own.format, columnwise=columnwise)
+        again = made.with_pieces(made.pieces(), dtype=own.dtype)
     if kept is None:
-        again = _quantized(_values(given, torch.float32), own)
-        return again, f"{name}, quantized again to {own.format.name}"
+        how = "quantized" if isinstance(source, Tensor) else "quantized again"
+        return again, f"{name}, {how} to {own.format.name}"
     quantized = quantized_tensor(kept, own.format, own.dtype)
-    if own.columnwise_data is not None:
-        again = _quantized(_values(given, torch.float32), own)
+    if columnwise:
         quantized = quantized.with_pieces(again.pieces() | quantized.pieces())
         return quantized, f"{name}, bits kept row-wise and quantized again column-wise"
-    if source.element != own.format.element:
+    if isinstance(source, QuantizedMatrix) and source.format.element != own.format.element:
         return quantized, f"{name}, encoded as {own.format.name} with the same values"
     return quantized, f"{name}, bits kept"
 
@@ -442,33 +433,25 @@ def _check_rounding(target: _Target, given: _ReadWeights) -> None:
     own, first = target.weight, given.parts[0]
     if not isinstance(own, QuantizedTensor) or isinstance(first, Tensor):
         return
-    is_apart = joined_weights(given.parts, given.interleave) is None
-    why = _why_rounded(first.format, own, is_apart, _kept(given, own.format) is None)
-    if why:
-        raise _Wrong(
-            f"{target.path or 'the weight'} would be rounded a second time: {why}; or pass "
-            "requantize=True"
-        )
-
-
-def _why_rounded(
-    source: NumberFormat, own: QuantizedTensor, is_apart: bool, is_other: bool
-) -> str | None:
-    """Why a weight cannot be stored as a checkpoint has it, and what to do."""
-    if is_apart:
-        return (
+    source, stored = first.format, own.format
+    if joined_weights(given.parts, given.interleave) is None:
+        why = (
             "its parts have scales of their own for the whole matrix, or blocks that would be cut; "
             "keep the parts in linears of their own, or the weight in high precision"
         )
-    if is_other:
-        return (
+    elif _kept(given, stored) is None:
+        why = (
             f"the checkpoint has {source.scaling} ({source.name}), the module stores "
-            f"{own.format.scaling} ({own.format.name}); build it with the recipe of the "
-            "checkpoint's format"
+            f"{stored.scaling} ({stored.name}); build it with the recipe of the checkpoint's format"
         )
-    if own.columnwise_data is not None and own.format.directional:
-        return (
+    elif own.columnwise_data is not None and stored.directional:
+        why = (
             "the module stores a column-wise form too, which the checkpoint has not; store "
             'weights with usage="inference"'
         )
-    return None
+    else:
+        return
+    raise _Wrong(
+        f"{target.path or 'the weight'} would be rounded a second time: {why}; or pass "
+        "requantize=True"
+    )
