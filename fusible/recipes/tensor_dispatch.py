@@ -48,14 +48,14 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func.overloadpacket in _REFUSED:
         raise NotImplementedError(f"{func} {_REFUSED[func.overloadpacket]}")
-    reason = None
     if args and isinstance(args[0], WrapperTensor):
         special = _OF_GROUPED if args[0].ends is not None else _OF_QUANTIZED
         if func in special and not (func in _PARTS and forward_ad._current_level >= 0):
             try:
                 return special[func](*args, **kwargs)
-            except sharding.NotStorableError as error:
-                reason = error
+            except sharding.NotStorableError:
+                if _Implicit.forbidden and not _reads_shape_only(func.overloadpacket):
+                    raise
         if _is_whole_view(func, args, kwargs):
             return args[0].map_pieces(lambda t: t)
         if torch.Tag.inplace_view in func.tags:
@@ -66,8 +66,8 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func.overloadpacket in _REACH_MEMORY and isinstance(args[0], ValuesView):
         _check_reach(func, args, kwargs)
     if args and isinstance(args[0], DispatchedTensor) and _returns_view(func):
-        return _view_of_values(func, args, kwargs, reason)
-    return _run_on_values(func, args, kwargs, reason)
+        return _view_of_values(func, args, kwargs)
+    return _run_on_values(func, args, kwargs)
 
 
 def _is_whole_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -93,15 +93,8 @@ def _returns_view(func: Any) -> bool:
     return info is not None and not info.is_write and len(func._schema.returns) == 1
 
 
-def _run_on_values(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reason: Exception | None
-) -> Any:
-    """Run an operation on the values, and quantize again what it wrote.
-
-    ``reason`` is why the format of the result could not be kept, where that is possible at all.
-    """
-    names = [a.name for a in func._schema.arguments]
-    arguments = dict(zip(names, args, strict=False)) | kwargs
+def _run_on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation on the values, and quantize again what it wrote."""
     shape_only = _reads_shape_only(func.overloadpacket)
     values: dict[int, Tensor] = {}
 
@@ -115,14 +108,15 @@ def _run_on_values(
             if shape_only and x is args[0]:
                 values[id(x)] = torch.empty(x.shape, dtype=x.dtype, device=x.device)
             else:
-                values[id(x)] = implicit_values(func, x, reason=reason)
+                values[id(x)] = implicit_values(func, x)
         return values[id(x)]
 
     plain_args, plain_kwargs = pytree.tree_map(value, (args, kwargs))
     result = _with_gradients(func)(*plain_args, **plain_kwargs)
-    infos = {a.name: a.alias_info for a in func._schema.arguments if a.name in arguments}
-    written = {name: info for name, info in infos.items() if info is not None and info.is_write}
-    leaves = pytree.tree_leaves([arguments[name] for name in written])
+    names = [a.name for a in func._schema.arguments]
+    arguments = dict(zip(names, args, strict=False)) | kwargs
+    written = [a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
+    leaves = pytree.tree_leaves([arguments.get(name) for name in written])
     if torch.Tag.inplace_view not in func.tags:
         _check_sizes(func, [(x, values.get(id(x))) for x in leaves])
     for shared in {leaf.shared for leaf in leaves if isinstance(leaf, ValuesView)}:
@@ -136,16 +130,13 @@ def _run_on_values(
     if torch.Tag.inplace_view in func.tags and isinstance(args[0], ValuesView):
         with torch._C._DisableTorchDispatch():
             func(*args, **kwargs)  # the shape of the view itself
-    if not written or not func._schema.returns:
-        return result
     # An in-place operation returns the tensor that it wrote, not its values.
-    by_alias = {frozenset(info.before_set): arguments[name] for name, info in written.items()}
-    results = result if isinstance(result, tuple) else (result,)
-    returned = [
-        r if out.alias_info is None else by_alias.get(frozenset(out.alias_info.before_set), r)
-        for out, r in zip(func._schema.returns, results, strict=True)
-    ]
-    return returned[0] if len(returned) == 1 else tuple(returned)
+    of_values = {
+        id(leaf.plain if isinstance(leaf, ValuesView) else values.get(id(leaf))): leaf
+        for leaf in leaves
+        if isinstance(leaf, DispatchedTensor)
+    }
+    return pytree.tree_map_only(Tensor, lambda t: of_values.get(id(t), t), result)
 
 
 def _reads_shape_only(packet: Any) -> bool:
@@ -246,20 +237,20 @@ class _SharedValues:
         self.graph_task, self.versions = torch._C._current_graph_task_id(), self._versions()
 
     @classmethod
-    def of(cls, q: WrapperTensor, func: Any, reason: Exception | None) -> _SharedValues:
-        """Return those of ``q`` for ``func``; ``reason`` as in ``_run_on_values``."""
+    def of(cls, q: WrapperTensor, func: Any) -> _SharedValues:
+        """Return those of ``q`` for ``func``."""
         data = q.columnwise_data if q.rowwise_data is None else q.rowwise_data
         # A symbolic size has no hash, but a name.
         shape = tuple(map(str, q.shape)) if is_traced() else q.shape
         key = id(data), shape, q.dtype, torch.is_inference_mode_enabled()
         found = cls.living.get(key)
         if found is None:
-            values = implicit_values(func, q, reason=reason)
+            values = implicit_values(func, q)
             # PyTorch traces no write to as_strided of a view.
             found = cls(q, values if type(values) is Tensor else values.clone())
             cls.living[key] = found
         else:
-            _forbid_implicit(func, q, reason)
+            _forbid_implicit(func, q)
             found.update(func)
         return found
 
@@ -376,10 +367,8 @@ def _check_reach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
         )
 
 
-def _view_of_values(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reason: Exception | None
-) -> Any:
-    """Return views that the format of ``args[0]`` cannot hold; ``reason`` as above."""
+def _view_of_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return views that the format of ``args[0]`` cannot hold."""
     base = args[0]
     if isinstance(base, ValuesView):
         shared, plain = base.shared, base.plain
@@ -387,7 +376,7 @@ def _view_of_values(
     elif base.format is None:
         return func(base.rowwise_data, *args[1:], **kwargs)
     else:
-        shared = _SharedValues.of(base, func, reason)
+        shared = _SharedValues.of(base, func)
         plain = shared.values
     result = func(plain, *args[1:], **kwargs)
     if func is _aten.detach.default and isinstance(result, FakeTensor):
@@ -428,11 +417,9 @@ def no_implicit_dequantize() -> Iterator[None]:
         _Implicit.forbidden -= 1
 
 
-def _forbid_implicit(func: Any, x: WrapperTensor, reason: Exception | None) -> None:
+def _forbid_implicit(func: Any, x: WrapperTensor) -> None:
     """Raise in ``no_implicit_dequantize``."""
     if _Implicit.forbidden:
-        if reason is not None:
-            raise reason
         # No TypeError, which an operator like @ would turn into "unsupported operand".
         raise NotImplementedError(
             f"{func} is not defined for grouped tensors; nothing was computed; "
@@ -443,17 +430,11 @@ def _forbid_implicit(func: Any, x: WrapperTensor, reason: Exception | None) -> N
         )
 
 
-def implicit_values(
-    func: Any,
-    x: WrapperTensor,
-    dtype: torch.dtype | None = None,
-    *,
-    reason: Exception | None = None,
-) -> Tensor:
+def implicit_values(func: Any, x: WrapperTensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return the values of ``x`` for ``func``, which may be a name, and count that."""
     if x.format is None:
         return x.own_values(dtype)
-    _forbid_implicit(func, x, reason)
+    _forbid_implicit(func, x)
     _Implicit.count += 1
     if is_traced():
         return x.own_values(dtype)
