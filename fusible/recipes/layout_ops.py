@@ -62,9 +62,8 @@ def swizzle_block_scales(
             do not fit.
     """
     check_bools("swizzle_block_scales", columnwise=columnwise)
-    rows = _rows_of(scale.shape, rows, columnwise)
-    ends = _ends_of(scale, ends, starts, sizes, rows)
-    _check(scale, scale.shape, ends, rows, columnwise, block_size)
+    groups = {"ends": ends, "starts": starts, "sizes": sizes}
+    rows, ends = _checked(scale, scale.shape, groups, rows, columnwise, block_size)
     return _swizzle_op(scale, ends, rows, columnwise, block_size)
 
 
@@ -85,9 +84,8 @@ def unswizzle_block_scales(
     """
     check_bools("unswizzle_block_scales", columnwise=columnwise)
     shape = tuple(shape)
-    rows = _rows_of(shape, rows, columnwise)
-    ends = _ends_of(swizzled, ends, starts, sizes, rows)
-    _check(swizzled, shape, ends, rows, columnwise, block_size)
+    groups = {"ends": ends, "starts": starts, "sizes": sizes}
+    rows, ends = _checked(swizzled, shape, groups, rows, columnwise, block_size)
     wanted = _swizzled_shape(shape, ends, rows, columnwise, block_size)
     if tuple(swizzled.shape) != wanted:
         raise ValueError(
@@ -97,61 +95,35 @@ def unswizzle_block_scales(
     return _unswizzle_op(swizzled, torch.Size(shape), ends, columnwise, block_size)
 
 
-def _rows_of(shape: Sequence[int], rows: int | None, columnwise: bool) -> int:
-    """Return the rows of the quantized tensor whose scales have ``shape``."""
-    if len(shape) < 2:
-        raise ValueError(f"block scales must have rows and blocks, got shape {tuple(shape)}")
-    if columnwise:
-        if rows is None:
-            raise ValueError(
-                "rows must be given for column-wise scales, got None; "
-                "pass the number of rows of the tensor that was quantized"
-            )
-        return rows
-    if rows is not None and rows != shape[-2]:
-        raise ValueError(f"rows must be the {shape[-2]} rows of the scales, got {rows}")
-    return shape[-2]
-
-
-def _ends_of(
-    scale: Tensor, ends: Tensor | None, starts: Tensor | None, sizes: Tensor | None, rows: int
-) -> Tensor | None:
-    """Return the end row of each group from the one of the three that is given, None from none."""
-    groups = {"ends": ends, "starts": starts, "sizes": sizes}
-    groups = {name: offsets for name, offsets in groups.items() if offsets is not None}
-    if not groups:
-        return None
-    if len(groups) > 1:
-        raise ValueError(f"one of ends, starts and sizes must be given, got {', '.join(groups)}")
-    ((name, offsets),) = groups.items()
-    assert offsets is not None
-    if offsets.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{name} must be int32 or int64, got {offsets.dtype}")
-    if offsets.ndim != 1 or not offsets.shape[0] or offsets.device != scale.device:
-        raise ValueError(
-            f"{name} must be of shape (groups,) with at least one group on {scale.device}, "
-            f"got shape {tuple(offsets.shape)} on {offsets.device}"
-        )
-    if name == "starts":
-        return torch.cat((offsets[1:], offsets.new_full((1,), rows)))
-    return offsets.cumsum(0) if name == "sizes" else offsets
-
-
-def _check(
+def _checked(
     scale: Tensor,
     shape: Sequence[int],
-    ends: Tensor | None,
-    rows: int,
+    groups: dict[str, Tensor | None],
+    rows: int | None,
     columnwise: bool,
     block_size: int,
-) -> None:
-    """Raise the errors of both functions for ``scale``, laid out or not, of scales of ``shape``."""
+) -> tuple[int, Tensor | None]:
+    """Return the rows of the tensor that was quantized, and the end row of each of its groups.
+
+    Raises the errors of both functions, for ``scale``, laid out or not, of scales of ``shape``.
+    """
+    if len(shape) < 2:
+        raise ValueError(f"block scales must have rows and blocks, got shape {tuple(shape)}")
+    if columnwise and rows is None:
+        raise ValueError(
+            "rows must be given for column-wise scales, got None; "
+            "pass the number of rows of the tensor that was quantized"
+        )
+    if not columnwise and rows not in (None, shape[-2]):
+        raise ValueError(f"rows must be the {shape[-2]} rows of the scales, got {rows}")
+    rows = shape[-2] if rows is None else rows
+    ends = _ends_of(scale, groups, rows)
     if scale.element_size() != 1:
         raise TypeError(f"block scales must have one byte each, got {scale.dtype}")
     if ends is not None and len(shape) != 2:
         raise ValueError(f"scales of groups must be 2-D, got shape {tuple(shape)}")
     if not columnwise:
-        return
+        return rows, ends
     if block_size not in (16, 32):
         raise ValueError(f"block_size must be 16 or 32, got {block_size}")
     if ends is None:
@@ -165,6 +137,27 @@ def _check(
             f"column-wise scales of {rows} rows in {ends.shape[0]} groups must have {blocks} "
             f"blocks of {block_size} rows, got {shape[0]}; quantize the rows in these groups"
         )
+    return rows, ends
+
+
+def _ends_of(scale: Tensor, groups: dict[str, Tensor | None], rows: int) -> Tensor | None:
+    """Return the end row of each group from the one of the three that is given, None from none."""
+    given = {name: offsets for name, offsets in groups.items() if offsets is not None}
+    if not given:
+        return None
+    if len(given) > 1:
+        raise ValueError(f"one of ends, starts and sizes must be given, got {', '.join(given)}")
+    ((name, offsets),) = given.items()
+    if offsets.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} must be int32 or int64, got {offsets.dtype}")
+    if offsets.ndim != 1 or not offsets.shape[0] or offsets.device != scale.device:
+        raise ValueError(
+            f"{name} must be of shape (groups,) with at least one group on {scale.device}, "
+            f"got shape {tuple(offsets.shape)} on {offsets.device}"
+        )
+    if name == "starts":
+        return torch.cat((offsets[1:], offsets.new_full((1,), rows)))
+    return offsets.cumsum(0) if name == "sizes" else offsets
 
 
 def _swizzled_shape(
