@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fusible.recipes.encoding import DECODERS, ENCODERS, SCALES, divide
+from fusible.recipes.encoding import DECODERS, ENCODERS, decode_scale, divide
 from fusible.recipes.formats import E2M1, E4M3, NumberFormat, fp8_block, fp8_tensor, mxfp8, nvfp4
 from fusible.recipes.matrix import OperandData, QuantizedMatrix, as_bytes
 from fusible.recipes.quantization import HIGH_PRECISION
@@ -81,7 +81,7 @@ class CheckpointLayout:
         if fmt.scale_dtype == torch.float8_e8m0fnu:
             scale = as_bytes(scale).view(torch.float8_e8m0fnu)
         elif fmt.scale_dtype == torch.float32 and scale.dtype == torch.float8_e8m0fnu:
-            scale, fmt = SCALES["e8m0_up"].decode(scale), replace(fmt, scale="fp32_power_of_two")
+            scale, fmt = decode_scale(scale), replace(fmt, scale="fp32_power_of_two")
         else:
             scale = scale.to(fmt.scale_dtype)
         if fmt.block is None and scale.numel() == 1:
@@ -209,11 +209,10 @@ def joined_weights(parts: Sequence[OperandData], interleave: int | None) -> Oper
     cut = any([m.shape[-2] % across for m in matrices[:-1]])
     if across > 1 and (interleave is not None or cut):
         return None
-    shared = [first.scale] if first.format.block is None else []
-    shared += [] if first.tensor_scale is None else [first.tensor_scale]
-    for scale in shared:
-        name = "scale" if scale is first.scale else "tensor_scale"
-        if not all([torch.equal(scale, getattr(m, name)) for m in matrices[1:]]):
+    of_all = ["scale"] if first.format.block is None else []
+    of_all += ["tensor_scale"] if first.format.has_tensor_scale else []
+    for name in of_all:
+        if not all([torch.equal(getattr(first, name), getattr(m, name)) for m in matrices[1:]]):
             return None
     scale = first.scale
     if first.format.block is not None:

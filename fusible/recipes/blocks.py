@@ -102,14 +102,6 @@ def scatter_rows(t: Tensor, place: Tensor, size: int) -> Tensor:
     return out.index_copy_(0, place, bits)[:size].view(t.dtype)
 
 
-def _unchanged(x: Tensor) -> Tensor:
-    return x
-
-
-def _last(x: Tensor) -> Tensor:
-    return x.unsqueeze(-1)
-
-
 def _whole(x: Tensor, ends: Tensor | None) -> Blocks:
     if ends is None:
 
@@ -118,7 +110,7 @@ def _whole(x: Tensor, ends: Tensor | None) -> Blocks:
                 return x.new_zeros(*x.shape[:-2], 1)
             return x.abs().amax((-2, -1)).unsqueeze(-1)
 
-        return Blocks(amax, _last, _last)
+        return Blocks(amax, lambda s: s.unsqueeze(-1), lambda s: s.unsqueeze(-1))
     group = group_of_row(ends, x.shape[0])
 
     def grouped_amax(x: Tensor) -> Tensor:
@@ -127,7 +119,7 @@ def _whole(x: Tensor, ends: Tensor | None) -> Blocks:
         out = bits.new_zeros(len(ends)).scatter_reduce(0, group, bits, "amax")
         return out.view(torch.float32)
 
-    return Blocks(grouped_amax, lambda s: s[group, None], _unchanged)
+    return Blocks(grouped_amax, lambda s: s[group, None], lambda s: s)
 
 
 def _tiled(x: Tensor, height: int, width: int) -> Blocks:
@@ -146,7 +138,7 @@ def _tiled(x: Tensor, height: int, width: int) -> Blocks:
         tiles = s[..., :, None, :, None].expand(*s.shape[:-1], height, across, width)
         return tiles.flatten(-4, -3).flatten(-2)[..., :rows, :columns]
 
-    return Blocks(amax, expand, _last)
+    return Blocks(amax, expand, lambda s: s.unsqueeze(-1))
 
 
 class ColumnBlocks(NamedTuple):

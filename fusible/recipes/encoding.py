@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,14 +20,6 @@ from fusible.recipes.formats import (
 
 FLT_MAX = torch.finfo(torch.float32).max
 SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
-
-
-@dataclass(frozen=True)
-class Scale:
-    """``encode`` gives (stored scale, FP32 multiplier from value to element) of block maxima."""
-
-    encode: Callable[[Tensor, NumberFormat, Tensor | None], tuple[Tensor, Tensor]]
-    decode: Callable[[Tensor], Tensor]
 
 
 def e8m0_value(byte: Tensor) -> Tensor:
@@ -99,17 +90,21 @@ def divide(a: Tensor | float, b: Tensor | float) -> Tensor:
     return torch.true_divide(*wide).float()
 
 
-def _to_float(scale: Tensor) -> Tensor:
-    return scale.float()
+def decode_scale(scale: Tensor) -> Tensor:
+    """Return stored scales in FP32."""
+    return e8m0_value(scale) if scale.dtype == torch.float8_e8m0fnu else scale.float()
 
 
-SCALES: dict[ScaleName, Scale] = {
-    "e8m0_up": Scale(_e8m0_up, e8m0_value),
-    "e8m0_floor": Scale(_e8m0_floor, e8m0_value),
-    "fp32": Scale(_fp32, _to_float),
-    "fp32_power_of_two": Scale(_fp32, _to_float),
-    "e4m3": Scale(_e4m3, _to_float),
+SCALE_ENCODERS: dict[
+    ScaleName, Callable[[Tensor, NumberFormat, Tensor | None], tuple[Tensor, Tensor]]
+] = {
+    "e8m0_up": _e8m0_up,
+    "e8m0_floor": _e8m0_floor,
+    "fp32": _fp32,
+    "fp32_power_of_two": _fp32,
+    "e4m3": _e4m3,
 }
+"""They give (stored scale, FP32 multiplier from value to element) of block maxima."""
 
 
 def _encode_fp8(x: Tensor, element: Element) -> Tensor:
@@ -167,7 +162,7 @@ ENCODERS: dict[Element, Callable[[Tensor], Tensor]] = {
     E2M1: _encode_e2m1,
 }
 DECODERS: dict[Element, Callable[[Tensor], Tensor]] = {
-    E4M3: _to_float,
-    E5M2: _to_float,
+    E4M3: Tensor.float,
+    E5M2: Tensor.float,
     E2M1: _decode_e2m1,
 }

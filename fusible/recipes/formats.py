@@ -139,15 +139,6 @@ class NumberFormat:
         return NumberFormat(name, ELEMENTS[element], across_along, scale, *options)  # type: ignore[arg-type]
 
 
-def check_columns(columns: int, fmt: NumberFormat) -> None:
-    """Raise ValueError unless elements of ``columns`` columns fill the bytes of a format."""
-    if columns % fmt.element.per_byte:
-        raise ValueError(
-            f"columns must be a multiple of {fmt.element.per_byte} for {fmt.name}, got {columns}; "
-            "pad the tensor with zeros"
-        )
-
-
 Rounding = Literal["up", "floor"]
 FP8_BLOCK = 128
 """Elements along a dimension that share an FP32 scale."""

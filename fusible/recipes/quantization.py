@@ -17,12 +17,13 @@ from fusible.recipes.blocks import blocks_of, with_zero_tail
 from fusible.recipes.encoding import (
     DECODERS,
     ENCODERS,
-    SCALES,
+    SCALE_ENCODERS,
     SMALLEST_NORMAL,
+    decode_scale,
     divide,
     encode_stochastically,
 )
-from fusible.recipes.formats import E4M3, NumberFormat, check_columns
+from fusible.recipes.formats import E4M3, NumberFormat
 from fusible.recipes.matrix import QuantizedMatrix
 
 HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
@@ -59,9 +60,7 @@ def quantize(
     Inf. Raises TypeError for dtypes other than FP32, BF16 and FP16, ValueError for columns that do
     not fill the bytes of packed elements.
     """
-    check_input(x, fmt)
-    check_group_ends(x, fmt, ends)
-    check_key(x, fmt, key)
+    check_arguments(x, ends, fmt, key)
     inside = None if ends is None else ends.clamp(max=x.shape[0])
     if inside is not None:
         x = with_zero_tail(x, inside)
@@ -70,7 +69,7 @@ def quantize(
     blocks = blocks_of(x, fmt.block, columnwise, inside)
     tensor_scale = _tensor_scale(x, fmt, inside, amax)
     outer = None if tensor_scale is None else blocks.spread_groups(tensor_scale)
-    scale, multiplier = SCALES[fmt.scale].encode(blocks.amax(x).float(), fmt, outer)
+    scale, multiplier = SCALE_ENCODERS[fmt.scale](blocks.amax(x).float(), fmt, outer)
     scaled = x.float() * blocks.expand(multiplier)
     if inside is not None:
         scaled = with_zero_tail(scaled, inside)
@@ -94,13 +93,20 @@ def dequantize(matrix: QuantizedMatrix, dtype: torch.dtype = torch.float32) -> T
     elements = DECODERS[fmt.element](matrix.data)
     ends = None if matrix.ends is None else matrix.ends.clamp(max=elements.shape[0])
     blocks = blocks_of(elements, fmt.block, matrix.columnwise, ends)
-    scale = SCALES[fmt.scale].decode(matrix.scale)
+    scale = decode_scale(matrix.scale)
     if matrix.tensor_scale is not None:
         scale = scale * blocks.spread_groups(matrix.tensor_scale)
     values = elements * blocks.expand(scale)
     if ends is not None:
         values = with_zero_tail(values, ends)
     return values.to(dtype)
+
+
+def check_arguments(x: Tensor, ends: Tensor | None, fmt: NumberFormat, key: Tensor | None) -> None:
+    """Raise the errors of ``quantize``, before anything is written."""
+    check_group_ends(x, fmt, ends)
+    check_input(x, fmt)
+    check_key(x, fmt, key)
 
 
 def check_input(x: Tensor, fmt: NumberFormat) -> None:
@@ -115,7 +121,11 @@ def check_input(x: Tensor, fmt: NumberFormat) -> None:
             f"a tensor to quantize must have rows and columns, got shape {tuple(x.shape)}; "
             "use x.unsqueeze(0) for one row"
         )
-    check_columns(x.shape[-1], fmt)
+    if x.shape[-1] % fmt.element.per_byte:
+        raise ValueError(
+            f"columns must be a multiple of {fmt.element.per_byte} for {fmt.name}, got "
+            f"{x.shape[-1]}; pad the tensor with zeros"
+        )
 
 
 def check_group_ends(x: Tensor, fmt: NumberFormat, ends: Tensor | None) -> None:

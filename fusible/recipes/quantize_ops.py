@@ -17,7 +17,7 @@ from fusible.calls import is_direct
 from fusible.recipes import quantization
 from fusible.recipes.formats import NumberFormat
 from fusible.recipes.matrix import Operand, QuantizedMatrix, Uses, as_bytes, shapes_of
-from fusible.recipes.quantization import check_group_ends, check_input, check_key
+from fusible.recipes.quantization import check_arguments
 
 
 def compute_dtype(device: torch.device) -> torch.dtype:
@@ -79,13 +79,6 @@ def dequantize_by_formulas(matrix: QuantizedMatrix, dtype: torch.dtype) -> Tenso
     return quantization.dequantize(matrix, dtype)
 
 
-def _check(x: Tensor, ends: Tensor | None, fmt: NumberFormat, key: Tensor | None) -> None:
-    """Raise the errors of ``fusible::quantize``, which are those of `quantization.quantize`."""
-    check_group_ends(x, fmt, ends)
-    check_input(x, fmt)
-    check_key(x, fmt, key)
-
-
 def _random_key(x: Tensor) -> Tensor:
     """Return a key for stochastic rounding on ``x.device``, int64 ``[2]``: a seed and an offset.
 
@@ -114,7 +107,7 @@ def _quantize_op_of(implementation: Implementation) -> Callable[..., Any]:
         columnwise: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Data, scale and tensor scale of each use; empty where there is none."""
-        _check(x, ends, fmt, key)
+        check_arguments(x, ends, fmt, key)
         operand = implementation.quantize(x, ends, fmt, Uses(rowwise, columnwise), key)
         tensors = [t for use in operand[:2] for t in (use[:3] if use else (None,) * 3)]
         return tuple([x.new_empty(0) if t is None else as_bytes(t) for t in tensors])  # type: ignore[return-value]
@@ -188,19 +181,16 @@ def quantize_for(
         return _quantize_for(x, fmt, uses, ends, key)
     once = Uses(uses.row or uses.column, False, uses.row_values or uses.column_values)
     matrix, _, values, _ = _quantize_for(x, fmt, once, ends, key)
-    return Operand(
-        matrix if uses.row else None,
-        matrix if uses.column else None,
-        values if uses.row_values else None,
-        values if uses.column_values else None,
-    )
+    both = matrix, matrix, values, values
+    wanted = [part if use else None for part, use in zip(both, uses, strict=True)]
+    return Operand(*wanted)  # type: ignore[arg-type]
 
 
 def _quantize_for(
     x: Tensor, fmt: NumberFormat, uses: Uses, ends: Tensor | None, key: Tensor | None
 ) -> Operand:
     if is_direct(x):
-        _check(x, ends, fmt, key)
+        check_arguments(x, ends, fmt, key)
         return _on_cuda.quantize(x, ends, fmt, uses, key)
     tensors = _quantize_op(x, ends, key, fmt, uses.rowwise, uses.columnwise)
     row, column = (

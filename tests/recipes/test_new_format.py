@@ -9,7 +9,7 @@ from number_formats import OWN
 
 import fusible as fz
 from fusible import recipes
-from fusible.recipes.encoding import DECODERS, ENCODERS, SCALES, divide
+from fusible.recipes.encoding import DECODERS, ENCODERS, SCALE_ENCODERS, decode_scale, divide
 from fusible.recipes.formats import E2M1, E4M3, NumberFormat
 from fusible.recipes.quantization import dequantize, quantize
 from fusible.testing import assume_target
@@ -32,12 +32,12 @@ class OfRows(recipes.Recipe):
 
 def blocks_alone(x, row):
     """The values of every block by itself, from its largest magnitude."""
-    encode, decode, scales = ENCODERS[row.element], DECODERS[row.element], SCALES[row.scale]
+    encode, decode = ENCODERS[row.element], DECODERS[row.element]
     outer = divide(x.abs().amax(), row.element.max * E4M3.max) if row.has_tensor_scale else None
 
     def values(part):
-        scale, multiplier = scales.encode(part.abs().amax(), row, outer)
-        scale = scales.decode(scale)
+        scale, multiplier = SCALE_ENCODERS[row.scale](part.abs().amax(), row, outer)
+        scale = decode_scale(scale)
         return decode(encode(part * multiplier)) * (scale if outer is None else scale * outer)
 
     return torch.stack([torch.cat([values(p) for p in r.split(row.block[1])]) for r in x])
