@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from fusible.arguments import check_bools
-from fusible.recipes.formats import NumberFormat
 from fusible.recipes.quantizer import Quantizer
 from fusible.recipes.recipe import Recipe, check_scope
 from fusible.recipes.tensor import QuantizedTensor, are_alike, stack, unstack
@@ -101,18 +100,15 @@ def weight_parameter(value: Tensor) -> nn.Parameter:
     with torch.no_grad():
         # A backward in another format reads a column-wise form of that one.
         both = init.usage == "training" and init.recipe.backward_format("weight") in (fmt, None)
-        quantized = _stored(value.detach(), fmt, columnwise=both)
+        held = value.detach()
+        if isinstance(held, QuantizedTensor) and held.format == fmt and held.has_rowwise:
+            quantized = held.for_uses(columnwise=both)
+        else:
+            quantized = Quantizer(fmt, columnwise=both)(held)
     parameter = nn.Parameter(quantized)
     if init.preserve_high_precision_init_val:
         parameter.keep_high_precision_init_val(value)  # type: ignore[attr-defined]
     return parameter
-
-
-def _stored(value: Tensor, fmt: NumberFormat, columnwise: bool) -> QuantizedTensor:
-    """``value`` in ``fmt``; what a quantized one in this format has stays as it is."""
-    if isinstance(value, QuantizedTensor) and value.format == fmt and value.has_rowwise:
-        return value.for_uses(columnwise=columnwise)
-    return Quantizer(fmt, columnwise=columnwise)(value)
 
 
 def weight_parameters(values: Sequence[Tensor]) -> list[nn.Parameter]:

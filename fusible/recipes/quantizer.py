@@ -96,7 +96,6 @@ class Quantizer:
         )
 
     def __repr__(self) -> str:
-        """Say format and uses."""
         uses = f"rowwise={self.rowwise_usage}, columnwise={self.columnwise_usage}"
         return f"{type(self).__name__}({self.format.name}, {uses})"
 

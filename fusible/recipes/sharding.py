@@ -148,33 +148,6 @@ def new_zeros(q: WrapperTensor, size: Sequence[int], **options: Any) -> Tensor:
     return q.with_pieces(pieces, size)
 
 
-def gatherable(q: WrapperTensor, ranks: int, size: Sequence[int]) -> tuple[Tensor, ...]:
-    """Return the pieces of a shard of a tensor of ``size`` as bytes, for every rank to gather.
-
-    Raises ValueError unless the first dimension is shared evenly among the ranks.
-    """
-    if size[0] % ranks or q.shape[0] * ranks != size[0] or q.shape[1:] != tuple(size[1:]):
-        raise ValueError(
-            f"a quantized weight of shape {tuple(size)} must be sharded evenly along its first "
-            f"dimension over {ranks} ranks, got a shard of shape {tuple(q.shape)}; use as many "
-            "groups as a multiple of the ranks"
-        )
-    return tuple([piece.view(torch.uint8) for piece in q.pieces().values()])
-
-
-def gathered(q: W, outputs: Sequence[Tensor], dtype: torch.dtype) -> W:
-    """Return the tensor whose shards' pieces are gathered, of nominal ``dtype``; ``q`` is one."""
-    if len(outputs) < len(q.pieces()):
-        # For one rank alone, torch (2.13) copies the first piece only: the shard is all there is.
-        return q.map_pieces(lambda t: t, dtype=dtype)
-    pieces = {
-        name: output.view(piece.dtype)
-        for (name, piece), output in zip(q.pieces().items(), outputs, strict=True)
-    }
-    data = next(iter(pieces.values()))
-    return q.with_pieces(pieces, (data.shape[0], *q.shape[1:]), dtype)
-
-
 # --- tensors that are shards of one, as a state dict of a sharded module holds them --------------
 
 

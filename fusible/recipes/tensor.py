@@ -117,7 +117,14 @@ class QuantizedTensor(WrapperTensor, DispatchedTensor):
         mp_policy: Any,
     ) -> tuple[tuple[Tensor, ...], None]:
         """Hand FSDP2 what is stored of this shard; ValueError if shards are uneven."""
-        return sharding.gatherable(self, mesh.size(), outer_size), None
+        ranks, rows = mesh.size(), self.shape[0]
+        if rows * ranks != outer_size[0] or self.shape[1:] != tuple(outer_size[1:]):
+            raise ValueError(
+                f"a quantized weight of shape {tuple(outer_size)} must be sharded evenly along its "
+                f"first dimension over {ranks} ranks, got a shard of shape {tuple(self.shape)}; "
+                "use as many groups as a multiple of the ranks"
+            )
+        return tuple([piece.view(torch.uint8) for piece in self.pieces().values()]), None
 
     def fsdp_post_all_gather(
         self,
@@ -129,7 +136,13 @@ class QuantizedTensor(WrapperTensor, DispatchedTensor):
     ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
         """Put together what FSDP2 gathered; ``out`` is what an earlier call returned."""
         UnseenWrites.gathers += 1
-        whole = sharding.gathered(self, all_gather_outputs, param_dtype)
+        pieces, shape = self.pieces(), tuple(self.shape)
+        # For one rank alone, torch (2.13) copies the first piece only: the shard is all there is.
+        if len(all_gather_outputs) == len(pieces):
+            gathered = zip(pieces.items(), all_gather_outputs, strict=True)
+            pieces = {name: output.view(piece.dtype) for (name, piece), output in gathered}
+            shape = next(iter(pieces.values())).shape[0], *shape[1:]
+        whole = self.with_pieces(pieces, shape, param_dtype)
         if out is None:
             return whole, ()
         out = sharding.local(out)

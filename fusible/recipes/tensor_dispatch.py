@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
@@ -27,25 +27,8 @@ from fusible.recipes.quantization import HIGH_PRECISION
 from fusible.recipes.wrapper import WrapperTensor, overwrite
 
 
-def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run one ATen operation that has a tensor of these classes among its arguments."""
-    # Operations made of others (``to``, ``reshape``) arrive whole in inference mode, and where
-    # PyTorch itself calls one below autograd. Where there is a kernel too (``silu_backward``), it
-    # rounds once, and an ordinary tensor has it.
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    if func not in _OF_QUANTIZED and not has_kernel(func.name(), "CPU"):
-        made_of_others = func.decompose(*args, **kwargs)
-        if made_of_others is not NotImplemented:
-            return made_of_others
-    if not torch.is_inference_mode_enabled():
-        return _run(func, args, kwargs)
-    # PyTorch wants a view of a tensor from outside the mode to be one from outside, too.
-    tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-    with torch.inference_mode(any(t.is_inference() for t in tensors)), torch.no_grad():
-        return _run(func, args, kwargs)
-
-
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation that is not made of others."""
     if func.overloadpacket in _REFUSED:
         raise NotImplementedError(f"{func} {_REFUSED[func.overloadpacket]}")
     if args and isinstance(args[0], WrapperTensor):
@@ -112,13 +95,17 @@ def _run_on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return values[id(x)]
 
     plain_args, plain_kwargs = pytree.tree_map(value, (args, kwargs))
-    result = _with_gradients(func)(*plain_args, **plain_kwargs)
+    if func is _aten._sparse_mm_reduce_impl.default:
+        # What its backward reads it returns only for arguments with gradients.
+        csr, dense, how = plain_args
+        plain_args = csr, dense.detach().requires_grad_(), how
+    result = func(*plain_args, **plain_kwargs)
     names = [a.name for a in func._schema.arguments]
     arguments = dict(zip(names, args, strict=False)) | kwargs
     written = [a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
     leaves = pytree.tree_leaves([arguments.get(name) for name in written])
     if torch.Tag.inplace_view not in func.tags:
-        _check_sizes(func, [(x, values.get(id(x))) for x in leaves])
+        _check_sizes(func, leaves, values)
     for shared in {leaf.shared for leaf in leaves if isinstance(leaf, ValuesView)}:
         shared.quantize()
     for leaf in leaves:
@@ -145,13 +132,10 @@ def _reads_shape_only(packet: Any) -> bool:
     return name.endswith("_like") or name.startswith("new_") or packet in _FILLS
 
 
-def _check_sizes(func: Any, written: Sequence[tuple[Any, Tensor | None]]) -> None:
-    """Raise ValueError where an operation has resized what it was given as ``out=``.
-
-    ``written`` is tensors, with the values that were written in place of quantized ones.
-    """
-    for x, values in written:
-        new = x.plain if isinstance(x, ValuesView) else values
+def _check_sizes(func: Any, written: Sequence[Any], values: dict[int, Tensor]) -> None:
+    """Raise ValueError where an operation has resized what it was given as ``out=``."""
+    for x in written:
+        new = x.plain if isinstance(x, ValuesView) else values.get(id(x))
         if new is None or new.shape == x.shape:
             continue
         got = tuple(new.shape)
@@ -162,13 +146,6 @@ def _check_sizes(func: Any, written: Sequence[tuple[Any, Tensor | None]]) -> Non
             f"out of {func} must have the shape of its result if it is quantized, {got}, got "
             f"{tuple(x.shape)}; nothing was written"
         )
-
-
-def _with_gradients(func: Any) -> Any:
-    """``func``; the one that returns what its backward reads only for arguments with gradients."""
-    if func is not _aten._sparse_mm_reduce_impl.default:
-        return func
-    return lambda csr, dense, how: func(csr, dense.detach().requires_grad_(), how)
 
 
 # --- views ---------------------------------------------------------------------------------------
@@ -184,7 +161,21 @@ class DispatchedTensor(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run one ATen operation: keep the format, work on values, or refuse."""
-        return run(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        # Operations made of others (``to``, ``reshape``) arrive whole in inference mode, and where
+        # PyTorch itself calls one below autograd. Where there is a kernel too (``silu_backward``),
+        # it rounds once, and an ordinary tensor has it.
+        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+        if func not in _OF_QUANTIZED and not has_kernel(func.name(), "CPU"):
+            made_of_others = func.decompose(*args, **kwargs)
+            if made_of_others is not NotImplemented:
+                return made_of_others
+        if not torch.is_inference_mode_enabled():
+            return _run(func, args, kwargs)
+        # PyTorch wants a view of a tensor from outside the mode to be one from outside, too.
+        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        with torch.inference_mode(any(t.is_inference() for t in tensors)), torch.no_grad():
+            return _run(func, args, kwargs)
 
     def copied_values(self) -> Tensor:
         """Return the values as any operation reads them, in memory of their own."""
@@ -311,11 +302,9 @@ class ValuesView(DispatchedTensor):
         return f"ValuesView({self.plain!r})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Be pickled as an ordinary tensor."""
         return self._ordinary().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """Return an ordinary tensor."""
         return copy.deepcopy(self._ordinary(), memo)
 
     def _ordinary(self) -> Tensor:
@@ -324,12 +313,11 @@ class ValuesView(DispatchedTensor):
             return self.copied_values()
         with torch.no_grad():
             values = self.copied_values().requires_grad_(self.requires_grad)
-        return (
-            nn.Parameter(values, self.requires_grad) if isinstance(self, nn.Parameter) else values
-        )
+        if isinstance(self, nn.Parameter):
+            return nn.Parameter(values, self.requires_grad)
+        return values
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        """Name the inner tensors, for torch.compile."""
         return ["q", "values"], (self.dtype, self.plain.storage_offset())
 
     @classmethod
@@ -340,7 +328,6 @@ class ValuesView(DispatchedTensor):
         outer_size: Sequence[int],
         outer_stride: Sequence[int],
     ) -> ValuesView:
-        """Undo ``__tensor_flatten__``."""
         dtype, offset = meta
         plain = inner["values"].view(dtype).as_strided(outer_size, outer_stride, offset)
         return cls(plain, _SharedValues(inner["q"], inner["values"]))
@@ -436,9 +423,7 @@ def implicit_values(func: Any, x: WrapperTensor, dtype: torch.dtype | None = Non
         return x.own_values(dtype)
     _forbid_implicit(func, x)
     _Implicit.count += 1
-    if is_traced():
-        return x.own_values(dtype)
-    with record_function(f"implicit_dequantize({func})"):
+    with nullcontext() if is_traced() else record_function(f"implicit_dequantize({func})"):
         return x.own_values(dtype)
 
 

@@ -141,8 +141,6 @@ class WrapperTensor(torch.Tensor):
         From the row-wise data if there are any, unless ``columnwise`` says which. Rows past the
         last group are zero. The gradient passes through unchanged.
         """
-        if columnwise is None:
-            columnwise = not self.has_rowwise
         dtype = dtype or self.dtype
         if (torch.is_grad_enabled() and self.requires_grad) or forward_ad._current_level >= 0:
             return _Dequantize.apply(self, dtype, columnwise)
@@ -304,7 +302,6 @@ class WrapperTensor(torch.Tensor):
         outer_size: Sequence[int],
         outer_stride: Sequence[int],
     ) -> Self:
-        """Undo ``__tensor_flatten__``."""
         fmt, dtype, *flags = meta
         pieces = {name.removesuffix("_bytes"): piece for name, piece in inner.items()}
         return cls(pieces, fmt, outer_size, dtype, *flags)
@@ -336,7 +333,7 @@ def quantized_pieces(
 
 class _Dequantize(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: WrapperTensor, dtype: torch.dtype, columnwise: bool) -> Tensor:
+    def forward(ctx: Any, q: WrapperTensor, dtype: torch.dtype, columnwise: bool | None) -> Tensor:
         ctx.dtype, ctx.values_dtype = q.dtype, dtype
         return q.own_values(dtype, columnwise).detach()  # no view, so that it can be written to
 
