@@ -97,22 +97,15 @@ def _facts(data: Any) -> tuple[NumberFormat, list[int], torch.dtype]:
         name, *options = [facts[field] for field in _FORMAT]
         fmt = NumberFormat.from_constants(str(name), *options)
         dtype, shape = _DTYPES[facts["dtype"]], [int(n) for n in facts["shape"]]
+        if min(shape, default=0) < 0:
+            raise ValueError(shape)
     except (KeyError, TypeError, IndexError, ValueError) as error:
-        raise _unknown(facts) from error
-    if min(shape, default=0) < 0:
-        raise _unknown(facts)
-    return fmt, shape, dtype
-
-
-def _unknown(facts: Any) -> PiecesError:
-    return PiecesError(
-        [],
-        [],
-        [
+        wrong = (
             f"format must be one of this version of fusible, got {facts}; load the checkpoint "
             "with the version that wrote it"
-        ],
-    )
+        )
+        raise PiecesError([], [], [wrong]) from error
+    return fmt, shape, dtype
 
 
 def _check(stored: dict[str, Any], fmt: NumberFormat, shape: list[int]) -> None:

@@ -144,7 +144,10 @@ class ByOp(Recipe):
                 )
             if recipe is not None:
                 check_transforms(recipe)
-        given = tuple((_key(key), recipe) for key, recipe in recipes.items())
+        given = tuple(
+            (key if isinstance(key, type) else weakref.ref(key), recipe)
+            for key, recipe in recipes.items()
+        )
         self.__dict__.update(recipes=given, number=_number_of(given))
 
     def __eq__(self, other: object) -> bool:
@@ -154,7 +157,6 @@ class ByOp(Recipe):
         return hash((ByOp, self.number))
 
     def __repr__(self) -> str:
-        """The keys' types and their recipes."""
         items = [(key() if isinstance(key, weakref.ref) else key, r) for key, r in self.recipes]
         kinds = [(k.__name__ if isinstance(k, type) else type(k).__name__, r) for k, r in items]
         return f"ByOp({{{', '.join(f'{kind}: {recipe!r}' for kind, recipe in kinds)}}})"
@@ -178,10 +180,6 @@ class ByOp(Recipe):
         return made
 
 
-def _key(key: Any) -> Any:
-    return key if isinstance(key, type) else weakref.ref(key)
-
-
 _NUMBERS: dict[tuple[Any, ...], int] = {}
 """The numbers of mappings whose modules live."""
 _next_number = itertools.count()
@@ -189,14 +187,11 @@ _next_number = itertools.count()
 
 def _number_of(given: tuple[Any, ...]) -> int:
     if given not in _NUMBERS:
-        for old in [old for old in list(_NUMBERS) if any([_is_dead(key) for key, _ in old])]:
-            del _NUMBERS[old]
+        for old in list(_NUMBERS):
+            if any([isinstance(key, weakref.ref) and key() is None for key, _ in old]):
+                del _NUMBERS[old]
         _NUMBERS[given] = next(_next_number)
     return _NUMBERS[given]
-
-
-def _is_dead(key: Any) -> bool:
-    return isinstance(key, weakref.ref) and key() is None
 
 
 def check_recipes(function: str, enabled: object, recipe: object) -> Recipe:
