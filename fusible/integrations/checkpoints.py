@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -86,8 +87,10 @@ def load_checkpoint(
     keys = sorted(checkpoint)
     for path, given in names.items():
         bases = [prefix + base for base in ([given] if isinstance(given, str) else given)]
-        target = _Target.of(module, path)
-        reader = _Reader(checkpoint, keys, target, bases, glu_interleave_size, transposed)
+        target, interleave = _Target.of(module, path), glu_interleave_size
+        if len(bases) == 1:
+            interleave = None
+        reader = _Reader(checkpoint, keys, target, bases, interleave, transposed)
         readers.append(reader)
         try:
             weights = reader.read(on_meta=True)
@@ -194,25 +197,20 @@ _Entry = tuple[CheckpointLayout, OperandData, Tensor | None]
 """The layout, the weight and the bias under one name."""
 
 
+@dataclass
 class _Reader:
     """Reads the entries of one linear; `_Wrong` says what is wrong with them."""
 
-    def __init__(
-        self,
-        checkpoint: Mapping[str, Tensor],
-        keys: Sequence[str],
-        target: _Target,
-        bases: Sequence[str],
-        interleave: int | None,
-        transposed: bool,
-    ) -> None:
-        self.checkpoint, self.target, self.bases = checkpoint, target, bases
-        self.keys = keys  # in order: a checkpoint has more than 100000, of which each base has few
-        self.interleave = interleave if len(bases) > 1 else None
-        self.transposed = transposed
-        self.on_meta = False
-        self.memory: set[int] = set()
-        """The addresses of the memory of entries that were read."""
+    checkpoint: Mapping[str, Tensor]
+    keys: Sequence[str]
+    """In order: a checkpoint has more than 100000, of which each base has few."""
+    target: _Target
+    bases: Sequence[str]
+    interleave: int | None
+    transposed: bool
+    on_meta: bool = False
+    memory: set[int] = field(default_factory=set)
+    """The addresses of the memory of entries that were read."""
 
     def read(self, *, on_meta: bool = False) -> _ReadWeights:
         """The parts of the weight, checked; ``on_meta``, only scales have values."""

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from fusible import recipes
 from fusible.fuser.module_names import ATTRIBUTE
-from fusible.integrations.transformers_experts import ExpertsLinear
-from fusible.ops import Combine, Dispatch, ScaledSwiGLU, Sequential
+from fusible.integrations.transformers_experts import ExpertsLinear, dispatch_over
+from fusible.ops import Combine, ScaledSwiGLU, Sequential
 from fusible.ops.exchange import Send
 from fusible.recipes.autocast import autocast
 from fusible.recipes.mixed import ByOp, ByPass
@@ -104,20 +104,11 @@ class FusibleExperts(GroupedExperts):
 
     def _ops(self) -> Sequential:
         config, group = self.config, self.ep_mesh
-        of_group: dict[str, Any] = {}
+        options: dict[str, Any] = {"recompute_rows": config.recompute_rows}
         if group is not None:
-            of_group = {"send": config.send, "receive_factor": config.receive_factor}
-        dispatch = Dispatch(
-            self.num_experts,
-            recompute_rows=config.recompute_rows,
-            process_group=group,
-            **of_group,
-        )
-        if group is not None:
-            load = dispatch.extra_output_names.index("load")
-            dispatch.set_extra_output_channel(load, "load", output_to_caller=False)
+            options |= {"send": config.send, "receive_factor": config.receive_factor}
         return Sequential(
-            dispatch,
+            dispatch_over(group, self.num_experts, **options),
             ExpertsLinear(self, "before"),
             ScaledSwiGLU(self.block_size),
             ExpertsLinear(self, "after"),

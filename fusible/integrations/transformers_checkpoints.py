@@ -193,7 +193,10 @@ def _is_transposed(model: Any, name: str) -> bool:
 def _weights(given: Mapping[str, Any]) -> Iterator[tuple[str, CheckpointLayout, list[OperandData]]]:
     """By pattern of name, the layout and the weights of entries, one for each that matches."""
     flat = CheckpointQuantizer.serialized_names["weight"]
-    entries = {f".{name}" if name in flat else name: _listed(t) for name, t in given.items()}
+    entries: dict[str, list[Tensor]] = {
+        f".{name}" if name in flat else name: t if isinstance(t, list) else [t]
+        for name, t in given.items()
+    }
     ends = sorted(_ENDINGS, key=len, reverse=True)
     bases = dict.fromkeys([n[: -len(next(e for e in ends if n.endswith(e)))] for n in entries])
     for base in bases:
@@ -205,10 +208,6 @@ def _weights(given: Mapping[str, Any]) -> Iterator[tuple[str, CheckpointLayout, 
         names = [(ending, own[base + ending]) for ending in layout.endings]
         weights = [layout.read({e: t[i] for e, t in names}) for i in range(len(names[0][1]))]
         yield f"{base}.weight" if base and not layout.in_blocks else "", layout, weights
-
-
-def _listed(tensors: Any) -> list[Tensor]:
-    return tensors if isinstance(tensors, list) else [tensors]
 
 
 def register() -> None:

@@ -168,15 +168,18 @@ def _exchanges(experts: Any, count: int, *, scaled: bool) -> tuple[Dispatch, Com
     """
     group, send = getattr(experts, EXPERTS_GROUP, (None, None))
     scale_input = getattr(experts, "scales_input", False)
-    weighted = not (scaled or scale_input)
-    if group is None:
-        return Dispatch(count, scale_input=scale_input), Combine(weighted)
-    dispatch = Dispatch(
-        count * group.size(), scale_input=scale_input, process_group=group, send=send
-    )
-    of_load = dispatch.extra_output_names.index("load")
-    dispatch.set_extra_output_channel(of_load, "load", output_to_caller=False)
-    return dispatch, Combine(weighted, process_group=group)
+    count = count if group is None else count * group.size()
+    dispatch = dispatch_over(group, count, scale_input=scale_input, send=send)
+    return dispatch, Combine(not (scaled or scale_input), process_group=group)
+
+
+def dispatch_over(group: Any, num_experts: int, **options: Any) -> Dispatch:
+    """A ``Dispatch`` over a group, or of one process, whose caller does not get the load."""
+    dispatch = Dispatch(num_experts, process_group=group, **options)
+    if group is not None:
+        load = dispatch.extra_output_names.index("load")
+        dispatch.set_extra_output_channel(load, "load", output_to_caller=False)
+    return dispatch
 
 
 _OPTIONS = (
