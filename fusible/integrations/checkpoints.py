@@ -87,22 +87,19 @@ def load_checkpoint(
     keys = sorted(checkpoint)
     for path, given in names.items():
         bases = [prefix + base for base in ([given] if isinstance(given, str) else given)]
-        target, interleave = _Target.of(module, path), glu_interleave_size
-        if len(bases) == 1:
-            interleave = None
-        reader = _Reader(checkpoint, keys, target, bases, interleave, transposed)
+        interleave = glu_interleave_size if len(bases) > 1 else None
+        linear = _linear_at(module, path)
+        reader = _Reader(path, *linear, checkpoint, keys, bases, interleave, transposed)
         readers.append(reader)
         try:
             weights = reader.read(on_meta=True)
             if not requantize:
-                _check_rounding(target, weights)
+                _check_rounding(reader, weights)
         except _Wrong as error:
-            wrong += error.sentences
+            wrong += error.args
     if wrong:
         raise ValueError(f"{'; '.join(wrong)}; nothing was loaded")
-    return {
-        reader.target.path: _load(reader.target, reader.read(), reader.memory) for reader in readers
-    }
+    return {reader.path: _load(reader, reader.read()) for reader in readers}
 
 
 def _check_names(names: Names, size: int | None) -> None:
@@ -130,33 +127,53 @@ def _check_names(names: Names, size: int | None) -> None:
 
 
 class _Wrong(Exception):
-    """A reason to refuse a checkpoint."""
-
-    def __init__(self, *sentences: str) -> None:
-        self.sentences = sentences
-        super().__init__("; ".join(sentences))
+    """Reasons to refuse a checkpoint, a sentence each."""
 
 
-class _Target(NamedTuple):
-    """A linear of a module."""
+def _linear_at(module: nn.Module, path: str) -> tuple[nn.Module, WeightedOperation]:
+    """The module at a path, and the linear that it is; ValueError if it is none."""
+    holder = dict(module.named_modules()).get(path)
+    ops = [] if holder is None else weighted_ops([holder])
+    if holder is None or len(ops) != 1:
+        known = [n for n, m in module.named_modules() if len(weighted_ops([m])) == 1]
+        raise ValueError(
+            f"names of load_checkpoint must be paths of linears of fusible, got {path!r}, "
+            f"which is none; there are {', '.join(map(repr, known)) or 'none'}"
+        )
+    return holder, ops[0]
+
+
+class _ReadWeights(NamedTuple):
+    """The entries of a checkpoint for a linear."""
+
+    layout: CheckpointLayout
+    parts: list[OperandData]
+    """From the first output feature to the last, ``[out, in]`` or ``[experts, out, in]``."""
+    interleave: int | None
+    bias: Tensor | None
+
+
+_Entry = tuple[CheckpointLayout, OperandData, Tensor | None]
+"""The layout, the weight and the bias under one name."""
+
+
+@dataclass
+class _Reader:
+    """Reads the entries of one linear; `_Wrong` says what is wrong with them."""
 
     path: str
     holder: nn.Module
     """The module of that path, which has the parameters."""
     op: WeightedOperation
-
-    @staticmethod
-    def of(module: nn.Module, path: str) -> _Target:
-        """The linear at a path; ValueError if there is none."""
-        holder = dict(module.named_modules()).get(path)
-        ops = [] if holder is None else weighted_ops([holder])
-        if holder is None or len(ops) != 1:
-            known = [n for n, m in module.named_modules() if len(weighted_ops([m])) == 1]
-            raise ValueError(
-                f"names of load_checkpoint must be paths of linears of fusible, got {path!r}, "
-                f"which is none; there are {', '.join(map(repr, known)) or 'none'}"
-            )
-        return _Target(path, holder, ops[0])
+    checkpoint: Mapping[str, Tensor]
+    keys: Sequence[str]
+    """In order: a checkpoint has more than 100000, of which each base has few."""
+    bases: Sequence[str]
+    interleave: int | None
+    transposed: bool
+    on_meta: bool = False
+    memory: set[int] = field(default_factory=set)
+    """The addresses of the memory of entries that were read."""
 
     @property
     def experts(self) -> int | None:
@@ -182,45 +199,13 @@ class _Target(NamedTuple):
             return self.op.has_bias
         return getattr(self.holder, "bias", None) is not None
 
-
-class _ReadWeights(NamedTuple):
-    """The entries of a checkpoint for a linear."""
-
-    layout: CheckpointLayout
-    parts: list[OperandData]
-    """From the first output feature to the last, ``[out, in]`` or ``[experts, out, in]``."""
-    interleave: int | None
-    bias: Tensor | None
-
-
-_Entry = tuple[CheckpointLayout, OperandData, Tensor | None]
-"""The layout, the weight and the bias under one name."""
-
-
-@dataclass
-class _Reader:
-    """Reads the entries of one linear; `_Wrong` says what is wrong with them."""
-
-    checkpoint: Mapping[str, Tensor]
-    keys: Sequence[str]
-    """In order: a checkpoint has more than 100000, of which each base has few."""
-    target: _Target
-    bases: Sequence[str]
-    interleave: int | None
-    transposed: bool
-    on_meta: bool = False
-    memory: set[int] = field(default_factory=set)
-    """The addresses of the memory of entries that were read."""
-
     def read(self, *, on_meta: bool = False) -> _ReadWeights:
         """The parts of the weight, checked; ``on_meta``, only scales have values."""
         self.on_meta = on_meta
         parts = [self._part(base) for base in self.bases]
         layouts = {layout for layout, _, _ in parts}
         if len(layouts) > 1:
-            raise _Wrong(
-                f"parts of {self.target.path} must be of one layout, got {_names(layouts)}"
-            )
+            raise _Wrong(f"parts of {self.path} must be of one layout, got {_names(layouts)}")
         weights = [weight for _, weight, _ in parts]
         self._check_shapes(weights)
         biases = [bias for _, _, bias in parts if bias is not None]
@@ -230,11 +215,11 @@ class _Reader:
         """One part of the weight, and of the bias."""
         if "*" not in base:
             return self._entry(base)
-        experts, found = self.target.experts, self._expert_numbers(base)
+        experts, found = self.experts, self._expert_numbers(base)
         if experts is None or found != set(range(experts)):
             raise _Wrong(
                 f"{base} must be of {'no experts' if experts is None else f'{experts} experts'}"
-                f", as {self.target.path or 'the module'} is, got "
+                f", as {self.path or 'the module'} is, got "
                 f"{f'the numbers {sorted(found)}' if found else 'none'}"
             )
         each: list[_Entry] = []
@@ -243,7 +228,7 @@ class _Reader:
             try:
                 each.append(self._entry(base.replace("*", str(expert), 1)))
             except _Wrong as error:
-                wrong += error.sentences
+                wrong += error.args
         if wrong:
             raise _Wrong(*wrong)
         layouts = {layout for layout, _, _ in each}
@@ -261,10 +246,10 @@ class _Reader:
         of_module = layout is None or layout.values.startswith(".")
         bias_name = f"{base}{'.' if of_module else '_'}bias"
         bias = self.checkpoint.get(bias_name)
-        if self.target.has_bias and bias is None:
+        if self.has_bias and bias is None:
             missing = [*missing, bias_name]
         known = () if layout is None else (*layout.endings, *layout.unused)
-        known = (*known, bias_name.removeprefix(base)) if self.target.has_bias else known
+        known = (*known, bias_name.removeprefix(base)) if self.has_bias else known
         extra = [key for key in self._under(base) if key.removeprefix(base) not in known]
         if layout is None and extra:
             got = ", ".join(f"{key} of {self.checkpoint[key].dtype}" for key in extra)
@@ -314,7 +299,7 @@ class _Reader:
         return {int(match[1]) for match in matches if match}
 
     def _check_shapes(self, parts: Sequence[OperandData]) -> None:
-        op, lead, size = self.target.op, self.target.lead, self.interleave
+        op, lead, size = self.op, self.lead, self.interleave
         hint = "" if self.transposed else "; transposed=True takes entries [..., in, out]"
         shapes = [tuple(part.shape) for part in parts]
         wrong = [
@@ -332,7 +317,7 @@ class _Reader:
             )
         if size is not None and (len(set(rows)) > 1 or size < 1 or rows[0] % size):
             wrong.append(
-                f"parts of {self.target.path} must have equally many output features, a multiple "
+                f"parts of {self.path} must have equally many output features, a multiple "
                 f"of glu_interleave_size, to alternate in blocks of {size}, got {rows}"
             )
         if wrong:
@@ -344,9 +329,9 @@ class _Reader:
         bias = joined_weights([part.unsqueeze(-1) for part in parts], self.interleave)
         assert isinstance(bias, Tensor)
         bias = bias.squeeze(-1)
-        wanted = (*self.target.lead, self.target.op.out_features)
+        wanted = (*self.lead, self.op.out_features)
         if tuple(bias.shape) != wanted:
-            raise _Wrong(f"the bias of {self.target.path} must be of {wanted}, got {bias.shape}")
+            raise _Wrong(f"the bias of {self.path} must be of {wanted}, got {bias.shape}")
         return bias
 
 
@@ -362,10 +347,10 @@ def _names(layouts: set[CheckpointLayout]) -> str:
 
 
 @torch.no_grad()
-def _load(target: _Target, given: _ReadWeights, memory: set[int]) -> str:
+def _load(target: _Reader, given: _ReadWeights) -> str:
     """Write a linear's weight and bias, as ``load_state_dict`` does; what was done.
 
-    ``memory`` is that of the checkpoint, which parameters that were on the meta device do not get.
+    Parameters that were on the meta device do not get the memory of the checkpoint.
     """
     own = target.weight
     weight: Tensor
@@ -381,7 +366,7 @@ def _load(target: _Target, given: _ReadWeights, memory: set[int]) -> str:
         state["bias"] = given.bias.to(dtypes[0]) if dtypes else given.bias
     assign = any([p.is_meta for p in target.holder.parameters()])
     if assign:
-        state = {name: _unshared(t, memory) for name, t in state.items()}
+        state = {name: _unshared(t, target.memory) for name, t in state.items()}
     target.holder.load_state_dict(state, assign=assign)
     return what
 
@@ -426,7 +411,7 @@ def _stored(given: _ReadWeights, own: QuantizedTensor) -> tuple[QuantizedTensor,
     return quantized, f"{name}, bits kept"
 
 
-def _check_rounding(target: _Target, given: _ReadWeights) -> None:
+def _check_rounding(target: _Reader, given: _ReadWeights) -> None:
     """Refuse to round values of a weight a second time; elements may be on the meta device."""
     own, first = target.weight, given.parts[0]
     if not isinstance(own, QuantizedTensor) or isinstance(first, Tensor):
