@@ -135,15 +135,14 @@ class ByOp(Recipe):
                     "keys of recipes by op must be types of ops of fusible, such as GroupedLinear, "
                     f"or modules, got {key!r:.200}"
                 )
-            if recipe is not None and (
-                not isinstance(recipe, Recipe) or isinstance(recipe, ByOp | PerOp)
-            ):
+            if recipe is None:
+                continue
+            if not isinstance(recipe, Recipe) or isinstance(recipe, ByOp | PerOp):
                 raise TypeError(
                     f"values of recipes by op must be recipes of fusible.recipes or None, got "
                     f"{recipe!r:.200}"
                 )
-            if recipe is not None:
-                check_transforms(recipe)
+            check_transforms(recipe)
         given = tuple(
             (key if isinstance(key, type) else weakref.ref(key), recipe)
             for key, recipe in recipes.items()
