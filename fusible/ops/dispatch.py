@@ -32,10 +32,8 @@ from fusible.ops.exchange import (
     balanced_sizes,
     begin_send_as,
     copy_received,
-    default_send,
     format_option,
     receive,
-    resolve_group,
     scatter_received,
     sum_copies,
     unrounded,
@@ -334,7 +332,9 @@ class Dispatch(BasicOperation):
     ) -> tuple[Received, tuple[Tensor, ...]]:
         """The tokens for the experts here, and the extra outputs of a group."""
         k = ids.shape[1]
-        mode = self.send or default_send(self.processes, k)
+        # Up to k processes most tokens have an expert on each of them: all then send the fewest
+        # bytes, and nothing is read on the host.
+        mode = self.send or ("all" if self.processes <= k else "tokens")
         # No expert, also where ids of 64 bits end in those of one.
         ids = ids.clamp(-1, self.num_experts)
         needs = 2 * ctx.needs.input + ctx.needs.extra_inputs[0]
@@ -507,11 +507,12 @@ def _check_factors(**factors: float | None) -> None:
 
 
 def _members(op_name: str, group: Any) -> tuple[Any, int]:
-    """A process group and its size; None and 1 for None."""
+    """A process group, also of a one-dimensional mesh, and its size; None and 1 for None."""
     if group is None:
         return None, 1
     check_initialized(op_name)
-    group = resolve_group(group)
+    if hasattr(group, "get_group"):  # of a DeviceMesh
+        group = group.get_group()
     return group, dist.get_world_size(group)
 
 
@@ -703,14 +704,11 @@ class Combine(BasicOperation):
     def backward_impl(self, ctx: OperationContext, grad_output: Tensor) -> OpGrads:
         """Each row's gradient is its token's; that of its weight, a dot product."""
         row_map, *weighted = ctx.saved_tensors
-        of_group: tuple[None, ...] = ()
-        sent_map = None
-        if self.process_group is not None:
-            *weighted, sent_map = weighted
-            of_group = (None, None)
+        sent_map = None if self.process_group is None else weighted.pop()
         dy = self.token_grads(ctx, grad_output, sent_map)
         scales = weighted[1] if weighted else None
-        drows = dscales = None
+        drows = None
+        extra: list[Tensor | None] = [None] * self.num_extra_inputs
         if scales is not None or not ctx.needs.input:  # others read it than the copy to rows
             dy = copy_received(dy)
         if ctx.needs.input:
@@ -719,5 +717,5 @@ class Combine(BasicOperation):
         if scales is not None and ctx.needs.extra_inputs[-1]:
             rows, dy = weighted[0], copy_received(dy)
             dscales = moe.row_dots(rows, cast(dy, rows.dtype), row_map, True)
-            dscales = cast(dscales, scales.dtype)
-        return (drows, None, *of_group, dscales) if self.weighted else (drows, None, *of_group)
+            extra[-1] = cast(dscales, scales.dtype)
+        return drows, *extra

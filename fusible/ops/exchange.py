@@ -1,8 +1,8 @@
 """Tokens to the processes whose experts they were routed to, and partial results back.
 
-Two linear functions, each the other's adjoint: :func:`send` copies a process's tokens to those that
-need them; :class:`ReturnExchange` returns what these made of the copies, and :func:`sum_copies`
-sums it. Both use the sent map, int32 ``[T, c]``, a row map as of
+Two linear functions, each the other's adjoint: :func:`begin_send` copies a process's tokens to
+those that need them; :class:`ReturnExchange` returns what these made of the copies, and
+:func:`sum_copies` sums it. Both use the sent map, int32 ``[T, c]``, a row map as of
 :mod:`fusible.kernels.moe.definitions`: the place in the buffer sent of each of a token's c copies,
 or the complement of a place past its end.
 """
@@ -83,19 +83,6 @@ class Received(NamedTuple):
     """The transport, for ``explain``; empty on a CPU."""
 
 
-def resolve_group(group: Any) -> Any:
-    """The process group of a one-dimensional ``DeviceMesh``; a process group as it is."""
-    return group.get_group() if hasattr(group, "get_group") else group
-
-
-def default_send(processes: int, top_k: int) -> Send:
-    """The mode that sends the fewest bytes without a host synchronisation, or with one.
-
-    Up to ``top_k`` processes most tokens have an expert on each of them.
-    """
-    return "all" if processes <= top_k else "tokens"
-
-
 def communicate(op_name: str, group: Any, function: Callable[..., Any], *args: Any) -> Any:
     """``function(*args)``; an error of ``torch.distributed`` names the op and the group's size."""
     if torch.compiler.is_compiling():
@@ -134,7 +121,7 @@ def _all_to_all(
     group: Any,
     sent: Sequence[int] | None,
     received: Sequence[int] | None,
-    begin: bool = False,
+    begin: bool,
 ) -> tuple[Tensor, Any]:
     """The rows that all processes have for this one, in order of rank; None: equal parts.
 
@@ -149,25 +136,21 @@ def _all_to_all(
     return out, work
 
 
-def send(x: Tensor, sent_map: Tensor, exchange: Exchange, op_name: str) -> Tensor:
-    """Copies of the tokens ``x`` ``[T, n]`` of all processes that this one needs, ``[R, n]``.
-
-    In order of rank, then of token. Where all are sent, tokens that pad are zero.
-    """
-    return begin_send(x, sent_map, exchange, op_name)()
-
-
 def begin_send(
     x: Tensor, sent_map: Tensor, exchange: Exchange, op_name: str
 ) -> Callable[[], Tensor]:
-    """Begin to :func:`send`; what comes back waits for the copies."""
+    """Begin to send copies of the tokens ``x`` ``[T, n]`` of all processes to those that need them.
+
+    What comes back waits for this process's, ``[R, n]``, in order of rank, then of token. Where all
+    are sent, tokens that pad are zero.
+    """
     group, dtype = exchange.group, x.dtype
     if exchange.sent is not None:
         copies, _ = moe.scatter_rows(x, sent_map, None, sum(exchange.sent), False)
-        return _begun(op_name, group, _all_to_all, copies, group, exchange.sent, exchange.received)
+        return _begun(op_name, group, _all_to_all, copies, exchange.sent, exchange.received)
     if exchange.padded != x.shape[0]:
         x = torch.cat((x, x.new_zeros(exchange.padded - x.shape[0], x.shape[1])))
-    wait = _begun(op_name, group, begin_all_gather, _bytes(x), group)
+    wait = _begun(op_name, group, begin_all_gather, _bytes(x))
     return lambda: wait().view(dtype)
 
 
@@ -180,7 +163,7 @@ def _begun(
     (2.11: the tensor).
     """
     begin = not torch.compiler.is_compiling()
-    out, work = communicate(op_name, group, function, sent, *args, begin)
+    out, work = communicate(op_name, group, function, sent, group, *args, begin)
 
     def finish(kept: Tensor = sent) -> Tensor:  # which is read until then
         if begin and work is not None:
@@ -202,7 +185,7 @@ def wire_format(recipe: Any, role: Role) -> NumberFormat | None:
 def begin_send_as(
     x: Tensor, fmt: NumberFormat | None, sent_map: Tensor, exchange: Exchange, op_name: str
 ) -> Callable[[], Tensor | PeerRows]:
-    """Begin to :func:`send` ``x``, quantized row-wise unless ``fmt`` is None.
+    """:func:`begin_send` of ``x``, quantized row-wise unless ``fmt`` is None.
 
     What comes back waits for the copies, as values in the dtype of ``x``.
     """
@@ -339,7 +322,7 @@ class ReturnExchange:
             self._slots(partial.shape[1], partial.dtype).copy_(partial)
             return
         group, sent, received, *_ = self._exchange
-        begun = _begun(self._op_name, group, _all_to_all, partial, group, received, sent)
+        begun = _begun(self._op_name, group, _all_to_all, partial, received, sent)
         self._returned.append(begun)
 
     def _slots(self, features: int, dtype: torch.dtype) -> PeerRows:
@@ -378,7 +361,7 @@ def sum_copies(back: Tensor, sent_map: Tensor) -> Tensor:
 def send_choices(
     ids: Tensor, probs: Tensor, sent_map: Tensor, exchange: Exchange, per_choice: bool
 ) -> tuple[Tensor, Tensor]:
-    """The expert ids and weights of the tokens that :func:`send` gives, ``[R, k]``.
+    """The expert ids and weights of the tokens that :func:`begin_send` gives, ``[R, k]``.
 
     ``per_choice``: one copy was sent for each choice, so k is 1. Ids of tokens that pad are -1.
     """
@@ -387,18 +370,10 @@ def send_choices(
     k = ids.shape[1]
     # One message; ids from 1, so that zeros are no expert.
     message = torch.cat((_bytes(ids.int() + 1), _bytes(probs)), 1)
-    message = send(message, sent_map, exchange, "Dispatch")
+    message = begin_send(message, sent_map, exchange, "Dispatch")()
     widths = 4 * k, probs.element_size() * k
     ids, probs = _split_bytes(message, widths, (torch.int32, probs.dtype))
     return ids - 1, probs
-
-
-def _digest(numbers: Sequence[int]) -> int:
-    """One integer of 61 bits for several."""
-    digest = 0
-    for number in numbers:
-        digest = (digest * 1_000_003 + number + 1) % (2**61 - 1)
-    return digest
 
 
 def balanced_sizes(copies: int, group: Any) -> tuple[int, ...]:
@@ -478,15 +453,15 @@ def _balanced(ids: Tensor, settings: Settings) -> Routed:
     For fake tensors, whose values nobody knows.
     """
     group, processes, (tokens, k) = settings.group, settings.processes, ids.shape
-    if settings.mode == "all":
-        sent_map = ids.new_empty(tokens, processes, dtype=torch.int32)
-        padded = settings.max_tokens or tokens
-        rows = processes * padded * min(k, settings.local)
-        return Routed(Exchange(group, None, None, padded), sent_map, rows, k * tokens * processes)
     width = k if settings.mode == "rows" else processes
-    sizes = balanced_sizes(tokens * min(k, width), group)
+    if settings.mode == "all":
+        exchange = Exchange(group, None, None, settings.max_tokens or tokens)
+        rows = processes * exchange.padded * min(k, settings.local)
+    else:
+        sizes = balanced_sizes(tokens * min(k, width), group)
+        exchange, rows = Exchange(group, sizes, sizes, 0), tokens * k
     sent_map = ids.new_empty(tokens, width, dtype=torch.int32)
-    return Routed(Exchange(group, sizes, sizes, 0), sent_map, tokens * k, k * tokens * processes)
+    return Routed(exchange, sent_map, rows, k * tokens * processes)
 
 
 def _route_copies(ids: Tensor, settings: Settings) -> Routed:
@@ -520,9 +495,11 @@ def _receive_all(x: Tensor, probs: Tensor, ids: Tensor, settings: Settings) -> R
     padded = max_tokens or tokens
     memory, transport = _memory_for(x, probs, padded, settings)
     exchange = Exchange(group, None, None, padded, memory)
-    own = _digest([option.number for option in agreed.values()]), tokens
+    digest = 0  # 61 bits
+    for option in agreed.values():
+        digest = (digest * 1_000_003 + option.number + 1) % (2**61 - 1)
     # No copy from the host, which a CUDA graph would repeat.
-    header = torch.cat([ids.new_full((1, 1), n, dtype=torch.int64) for n in own], 1)
+    header = torch.cat([ids.new_full((1, 1), n, dtype=torch.int64) for n in (digest, tokens)], 1)
     sent_map = _all_sent(tokens, padded, processes, ids.device)
     coded = (ids + 1).int()  # so that zeros, which pad, are no expert
     sent = (header, 1), (coded, padded), (probs, padded), (x, padded)
@@ -584,9 +561,8 @@ def _transport(found: PeerMemory | str | None, settings: Settings) -> str:
 def _check_processes_agree(table: Tensor, tokens: int, max_tokens: int | None) -> None:
     """Check on the device that processes agree.
 
-    ``table`` has, of each process, a digest of its options and the number of its tokens.
-
-    A process that has too many tokens raises only now, when the others know it.
+    ``table`` has, of each process, a digest of its options and the number of its tokens. A process
+    that has too many tokens raises only now, when the others know it.
     """
     same = table == table[:1]
     if max_tokens is not None:

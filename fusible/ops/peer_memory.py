@@ -52,12 +52,12 @@ class PeerMemory:
             return False
         self._in_use, self._used = True, 0
         self._follow_last_stream()
-        self._barrier()
+        self.ready()
         return True
 
     def ready(self) -> None:
         """Enqueue a barrier: later reads see what all processes have written."""
-        self._barrier()
+        self._handle.barrier(0, self._timeout_ms)
 
     def end(self) -> None:
         """The exchange's last read is enqueued."""
@@ -96,9 +96,6 @@ class PeerMemory:
 
     def _view(self, rank: int, shape: tuple[int, int], dtype: torch.dtype, offset: int) -> Tensor:
         return self._handle.get_buffer(rank, shape, dtype, offset // dtype.itemsize)
-
-    def _barrier(self) -> None:
-        self._handle.barrier(0, self._timeout_ms)
 
     def _follow_last_stream(self) -> None:
         """Run after what another stream did with the memory, unless one of the two is captured."""
@@ -168,8 +165,10 @@ def _make(group: Any, device: torch.device, nbytes: int) -> PeerMemory | str:
     backend = group._get_backend(device)
     if backend.name() != "nccl":
         return "the group's backend is not NCCL"
+    boot = Path("/proc/sys/kernel/random/boot_id")  # of this host, or container
+    host = socket.gethostname(), boot.read_text().strip() if boot.exists() else ""
     gpu = str(torch.cuda.get_device_properties(device).uuid)
-    hosts, gpus = zip(*_everyone(group, (_host(), gpu)), strict=True)
+    hosts, gpus = zip(*_everyone(group, (host, gpu)), strict=True)
     if len(set(hosts)) > 1:
         return "the processes are on several hosts"
     if len(set(gpus)) < len(gpus):
@@ -178,7 +177,10 @@ def _make(group: Any, device: torch.device, nbytes: int) -> PeerMemory | str:
     torch.cuda.synchronize(device)  # what still uses the memory before
     memory: PeerMemory | str
     try:
-        memory = PeerMemory(*_rendezvous(group, device, nbytes), timeout_ms)
+        from torch.distributed import _symmetric_memory as symmetric_memory
+
+        own = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+        memory = PeerMemory(own, symmetric_memory.rendezvous(own, group), timeout_ms)
     except (ImportError, RuntimeError) as error:
         memory = f"PyTorch's symmetric memory failed: {str(error).splitlines()[0]}"
     failures = [why for why in _everyone(group, memory if isinstance(memory, str) else "") if why]
@@ -190,17 +192,3 @@ def _everyone(group: Any, said: Any) -> list[Any]:
     all_said: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(all_said, said, group=group)
     return all_said
-
-
-def _host() -> tuple[str, str]:
-    """The identity of this host, or container."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return socket.gethostname(), boot.read_text().strip() if boot.exists() else ""
-
-
-def _rendezvous(group: Any, device: torch.device, nbytes: int) -> tuple[Tensor, Any]:
-    """New symmetric memory, and the handle by which a group's processes reach each other's."""
-    from torch.distributed import _symmetric_memory as symmetric_memory
-
-    memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
-    return memory, symmetric_memory.rendezvous(memory, group)
