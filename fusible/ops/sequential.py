@@ -110,8 +110,7 @@ class Sequential(PatchesCounted, nn.Sequential):
             check_buffers(tuple(kwargs), (input, *extra_inputs), tuple(kwargs.values()), modules)
 
         def call(part: Part, x: Any, given: list[Any]) -> Any:
-            returned = _call_part(part, partition, x, given, kwargs)
-            return _checked(part, returned) if part.num_outputs else returned
+            return _call_part(part, partition, x, given, kwargs)
 
         return run_parts(partition, (input, *extra_inputs), call, modules)
 
@@ -394,7 +393,7 @@ def _call_part(
     inputs: list[Any],
     kwargs: dict[nn.Module, dict[str, Any]] | None,
 ) -> Any:
-    """Call a part with its input and extra inputs."""
+    """Call a part with its input and extra inputs; its output, with extra outputs if it has any."""
     ops = partition.ops[part.ops]
     if isinstance(part.call, Run):
         of_ops = None if kwargs is None else [kwargs.get(op, {}) for op in ops]
@@ -407,15 +406,11 @@ def _call_part(
         given["op_kwargs"] = own
     elif own:
         given = own[ops[0]]
-    return part.call(x, *inputs, **given)
-
-
-def _checked(part: Part, returned: Any) -> Sequence[Any]:
-    """Check and return the output and the extra outputs of a part."""
-    if not isinstance(returned, tuple | list) or len(returned) != 1 + (part.num_outputs or 0):
+    returned, count = part.call(x, *inputs, **given), part.num_outputs
+    if count and (not isinstance(returned, tuple | list) or len(returned) != 1 + count):
         raise TypeError(
             f"a call of {type(part.call).__name__}, which {part.why}, must return its output "
-            f"and {part.num_outputs} extra outputs, got {kind_of(returned)}; a hook may replace "
+            f"and {count} extra outputs, got {kind_of(returned)}; a hook may replace "
             "them, not leave them out"
         )
     return returned
