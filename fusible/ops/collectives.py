@@ -79,15 +79,7 @@ def _unchanged(x: Tensor, group: Any) -> Tensor:
 
 
 class _Collective(BasicOperation):
-    """An op over a process group. Saves nothing.
-
-    Args:
-        process_group: of ``torch.distributed``; all processes if None. Sums are in the tensor's
-            dtype.
-
-    Raises:
-        RuntimeError: ``torch.distributed`` is not initialized.
-    """
+    """An op over a process group; arguments as in :class:`AllGather`."""
 
     saves = "nothing"
     functions: ClassVar[tuple[Callable[[Tensor, Any], Tensor], Callable[[Tensor, Any], Tensor]]]
@@ -115,8 +107,8 @@ class AllReduce(_Collective):
     """The sum of the input over all processes; the gradient passes unchanged.
 
     All processes are assumed to compute the same from the sum, and so to have the same gradient of
-    it; ``reduce_in_backward`` changes nothing. Saves nothing. Other argument and
-    RuntimeError as in :class:`AllGather`.
+    it; ``reduce_in_backward`` changes nothing. Sums are in the tensor's dtype. Saves nothing. Other
+    argument and RuntimeError as in :class:`AllGather`.
     """
 
     functions = all_reduce, _unchanged

@@ -152,7 +152,6 @@ class _NoDraws(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operation."""
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise RandomFormulaError(
                 f"formula of {self.op_name} must draw no random numbers where a fusion runs its "

@@ -128,13 +128,9 @@ def _reference(t: Tensor) -> _Reference:
 def _same(known: Sequence[_Reference], tensors: Sequence[Tensor]) -> bool:
     if len(known) != len(tensors):
         return False
-    return all([_refers(of, t) for of, t in zip(known, tensors, strict=True)])
-
-
-def _refers(known: _Reference, t: Tensor) -> bool:
-    if isinstance(known, int):
-        return known == id(t)
-    return known() is t if isinstance(known, ref) else known is t
+    held = [of() if isinstance(of, ref) else of for of in known]
+    pairs = zip(held, tensors, strict=True)
+    return all([of == id(t) if isinstance(of, int) else of is t for of, t in pairs])
 
 
 def _stream(device: torch.device) -> tuple[torch.device, int]:

@@ -52,13 +52,12 @@ class _BoundaryQuantizer(NamedTuple):
             return output
         self._allow_in_graph()
         quantizer = self.quantizer
+        groups: tuple[Any, ...] = ()
+        if isinstance(quantizer, GroupedQuantizer):
+            assert self.sizes is not None
+            groups = quantizer.num_groups, _sizes_for(output, extra_inputs[self.sizes])
         constants = quantizer.format.as_constants()
-        if not isinstance(quantizer, GroupedQuantizer):
-            return _quantize_output(output, constants, quantizer.columnwise_usage)
-        assert self.sizes is not None
-        sizes = _sizes_for(output, extra_inputs[self.sizes])
-        groups = quantizer.num_groups
-        return _quantize_output(output, constants, quantizer.columnwise_usage, groups, sizes)
+        return _quantize_output(output, constants, quantizer.columnwise_usage, *groups)
 
     @constant_when_traced
     def _allow_in_graph(self) -> bool:

@@ -242,7 +242,7 @@ class TopKRouter(BasicOperation):
         )
         of_weight, of_input = ctx.needs.params[0], ctx.needs.input
         ctx.save_for_backward(x if of_weight else None, weight if of_input else None, logits, ids)
-        losses = [loss(logits, ids) for loss in self._losses()]
+        losses = [self._loss(name, logits, ids) for name in self.extra_output_names[2:]]
         shape = (*input_.shape[:-1], self.top_k)
         return input_, probs.view(shape), ids.view(shape), *losses
 
@@ -258,15 +258,11 @@ class TopKRouter(BasicOperation):
         ctx.dtype = _product_dtype(x.dtype, weight.dtype, ctx.autocast_dtype)
         return cast(x.reshape(-1, self.hidden_size), ctx.dtype), cast(weight, ctx.dtype)
 
-    def _losses(self) -> list[Any]:
-        """The losses given out, as functions of logits and ids."""
-        functions = {
-            "load_balancing_loss": lambda logits, ids: formulas.load_balancing_loss(
-                logits, ids, self.score_function
-            ),
-            "z_loss": lambda logits, ids: formulas.router_z_loss(logits),
-        }
-        return [functions[name] for name in self.extra_output_names[2:]]
+    def _loss(self, name: str, logits: Tensor, ids: Tensor) -> Tensor:
+        """One of the losses given out, by the name of its output."""
+        if name == "z_loss":
+            return formulas.router_z_loss(logits)
+        return formulas.load_balancing_loss(logits, ids, self.score_function)
 
     def backward_impl(
         self, ctx: OperationContext, grad_output: Tensor, *grad_extra_outputs: Tensor | None
@@ -300,9 +296,9 @@ class TopKRouter(BasicOperation):
             dprobs = dprobs.reshape(ids.shape)
             options = self.score_function, self.normalize, self.scaling_factor
             parts.append(moe.route_backward(dprobs, logits, ids, *options))
-        for dloss, loss in zip(dlosses, self._losses(), strict=True):
+        for name, dloss in zip(self.extra_output_names[2:], dlosses, strict=True):
             if dloss is not None:
-                parts += formulas.vjp(partial(loss, ids=ids), (logits,), dloss)
+                parts += formulas.vjp(partial(self._loss, name, ids=ids), (logits,), dloss)
         return sum(parts[1:], parts[0]) if parts else None
 
 
