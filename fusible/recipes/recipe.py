@@ -44,24 +44,24 @@ class Format(Enum):
 _FP8_FORMATS = (Format.E4M3, Format.E5M2, Format.HYBRID)
 
 
-def _check_flags(options: Any) -> None:
-    """Raise TypeError unless the boolean fields of a dataclass are bools."""
-    flags = {f.name: getattr(options, f.name) for f in fields(options) if f.type in ("bool", bool)}
-    check_bools(type(options).__name__, **flags)
+@dataclass(frozen=True)
+class _Options:
+    """Options of which those that are declared as bools must be bools."""
+
+    def __post_init__(self) -> None:
+        flags = {f.name: getattr(self, f.name) for f in fields(self) if f.type in ("bool", bool)}
+        check_bools(type(self).__name__, **flags)
 
 
 @dataclass(frozen=True)
-class MMParams:
+class MMParams(_Options):
     """How a product accumulates in Transformer Engine; accepted and ignored, sums are in FP32."""
 
     use_split_accumulator: bool = True
 
-    def __post_init__(self) -> None:
-        _check_flags(self)
-
 
 @dataclass(frozen=True)
-class QParams:
+class QParams(_Options):
     """How a recipe quantizes an operand; read from a recipe, not an argument of one."""
 
     power_2_scale: bool = False
@@ -70,12 +70,9 @@ class QParams:
     stochastic_rounding: bool = False
     fp4_2d_quantization: bool = False
 
-    def __post_init__(self) -> None:
-        _check_flags(self)
-
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(_Options):
     """Number formats of the operands of every matrix product run under it.
 
     Frozen and hashable, because plans are cached by recipe. Subclasses set ``name``, which is what
@@ -90,9 +87,6 @@ class Recipe:
     """Operands that the forward and the backward read in different formats."""
     is_mixed: ClassVar[bool] = False
     """Whether ops of a run have recipes of their own."""
-
-    def __post_init__(self) -> None:
-        _check_flags(self)
 
     def format(self, role: Role) -> NumberFormat | None:
         """Return the format of the operand in ``role``; None keeps it in high precision."""
