@@ -71,13 +71,13 @@ class QuantizedMatrix(NamedTuple):
             raise ValueError(
                 f"data of {fmt.name} must be of matrices, got shape {tuple(data.shape)}"
             )
-        wanted = shapes_of(self.shape, fmt, self.columnwise, groups)
-        got = tuple(scale.shape), None if tensor_scale is None else tuple(tensor_scale.shape)
-        if got != wanted[1:]:
+        shape, *wanted = shapes_of(self.shape, fmt, self.columnwise, groups)
+        got = [tuple(scale.shape), None if tensor_scale is None else tuple(tensor_scale.shape)]
+        if got != wanted:
             raise ValueError(
-                f"scales and tensor scales of {fmt.name} data of shape {wanted.data} must be of "
-                f"shape {wanted.scale} and {wanted.tensor_scale}, got {got[0]} and {got[1]}; "
-                "quantize the original again"
+                f"scales and tensor scales of {fmt.name} data of shape {shape} must be of shape "
+                f"{wanted[0]} and {wanted[1]}, got {got[0]} and {got[1]}; quantize the original "
+                "again"
             )
         for tensor in (scale, tensor_scale):
             if tensor is not None and tensor.device != data.device:
@@ -88,20 +88,13 @@ class QuantizedMatrix(NamedTuple):
             raise ValueError(f"tensor scales must be torch.float32, got {tensor_scale.dtype}")
 
 
-class Shapes(NamedTuple):
-    """Shapes of the tensors of a :class:`QuantizedMatrix`."""
-
-    data: tuple[int, ...]
-    scale: tuple[int, ...]
-    tensor_scale: tuple[int, ...] | None
-
-
 def shapes_of(
     shape: Sequence[int], fmt: NumberFormat, columnwise: bool = False, groups: int | None = None
-) -> Shapes:
-    """Return the shapes that hold a tensor of ``shape`` ``[..., rows, columns]``, or groups.
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...] | None]:
+    """Return the shapes of data, scales and tensor scales of ``shape`` ``[..., rows, columns]``.
 
-    The last blocks may be short. Fewer dimensions are one row; elements fill whole bytes.
+    Of ``groups`` of rows, if given. The last blocks may be short. Fewer dimensions are one row;
+    elements fill whole bytes.
     """
     *lead, rows, columns = (1,) * (2 - len(shape)) + tuple(shape)
     columns += -columns % fmt.element.per_byte
@@ -114,7 +107,7 @@ def shapes_of(
     else:
         scale = (*lead, -(-rows // across), -(-columns // along))
     data = (*lead, rows, columns // fmt.element.per_byte)
-    return Shapes(data, scale, whole if fmt.has_tensor_scale else None)
+    return data, scale, whole if fmt.has_tensor_scale else None
 
 
 class Uses(NamedTuple):
