@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 import torch
 from torch.utils.checkpoint import CheckpointFunction
 
-from fusible.arguments import check_bools
 from fusible.recipes.mixed import check_recipes
 from fusible.recipes.recipe import Recipe
 
@@ -110,8 +109,12 @@ def autocast(
         TypeError: ``enabled`` is not a bool, or ``recipe`` is not a recipe of ``fusible.recipes``.
         ValueError: the mapping is empty.
     """
-    check_bools("autocast", calibrating=calibrating)
     recipe = check_recipes("autocast", enabled, recipe)
+    if not isinstance(calibrating, bool):
+        raise TypeError(
+            f"calibrating of autocast must be a bool, got {calibrating!r:.200}; pass a recipe by "
+            "name: autocast(recipe=...)"
+        )
     return _scope(recipe if enabled else None)
 
 

@@ -18,7 +18,7 @@ REQUIRED = {
     "top_k": 1,
     "normalized_shape": 4,
     "format": nvfp4(),
-    "func": lambda ops, *, recipe: ops,
+    "op_fusion_func": lambda ops, *, recipe: ops,
     "function": lambda: None,
     "size": 4,
     "module": torch.nn.Identity(),
@@ -82,7 +82,9 @@ def test_a_recipe_must_be_one_and_given_by_name(scope):
     for given in ("nvfp4", "mvfp4", "NVFP4BlockScaling", recipes.NVFP4BlockScaling):
         for enabled in (True, False):
             with pytest.raises(TypeError, match=r"fusible.recipes, .*; pass recipe=NVFP4BlockSc"):
-                scope(enabled, given)
+                scope(enabled, recipe=given)
+    with pytest.raises(TypeError, match=r"calibrating of autocast must be .* autocast\(recipe="):
+        fz.autocast(True, recipes.NVFP4BlockScaling())
     elsewhere = type("Float8CurrentScaling", (), {})()  # of another package
     with pytest.raises(TypeError, match=r"pass recipe=Float8CurrentScaling\(\)"):
         scope(recipe=elsewhere)

@@ -56,8 +56,10 @@ def activation(x: Tensor, name: str, offset: float = 1.0) -> Tensor:
     gate, up = x.unflatten(-1, (-1, 2, 32)).unbind(-2)
     gate, up = gate.flatten(-2), up.flatten(-2)
     if name == "geglu":
-        gate = gate.clamp(max=7.0)
-        return (up.clamp(-7.0, 7.0) + offset) * gate * torch.sigmoid(1.702 * gate)
+        # Not clamp, whose gradient at the limit itself is zero since torch 2.14.
+        gate = torch.where(gate > 7, 7.0, gate)
+        up = torch.where(up.abs() > 7, up.sign() * 7, up)
+        return (up + offset) * gate * torch.sigmoid(1.702 * gate)
     if name == "situglu":
         return 4 * torch.tanh(gate / 4) * torch.sigmoid(gate) * 25 * torch.tanh(up / 25)
     return F.silu(gate) * up
