@@ -248,10 +248,10 @@ def wgrad_(
 
 def supports_wgrad_outputs(out: Sequence[Tensor]) -> bool:
     """Whether the kernel can write weight gradients to ``out``, or add to it, in place."""
-    return all(
+    return all([
         t.dtype in (torch.bfloat16, torch.float32) and t.is_contiguous() and begins_aligned(t)
         for t in out
-    )
+    ])  # fmt: skip
 
 
 def _product(x: OperandData, w: Sequence[Any], padded: PaddedGroups) -> ops.ProductOperands:
