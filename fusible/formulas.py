@@ -189,7 +189,7 @@ def clamped_halves(
 
     def clamped(x: Tensor) -> Tensor:
         # The gradient at the limit itself: that of clamp is 1 before torch 2.14, then 0.
-        return torch.where(x.abs() > limit, x.clamp(-limit, limit), x)
+        return torch.where(x.abs() <= limit, x, x.clamp(-limit, limit))
 
     gate = Unary(
         lambda g: _qgelu(torch.where(g > limit, limit, g), alpha),

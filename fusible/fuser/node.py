@@ -499,7 +499,12 @@ class _FastPathFunction(torch.autograd.Function):
         backward = schedule.fast_path.backward
         if _is_profiled():
             backward = record_function(f"{schedule.forward[0].label} backward")(backward)
-        return None, None, *backward(fctx.saved_tensors, grad_output, fctx.held, contexts)
+        saved = fctx.saved_tensors
+        try:
+            return None, None, *backward(saved, grad_output, fctx.held, contexts)
+        except Exception as error:
+            note_place(error, schedule, schedule.forward[0], ())
+            raise
 
 
 def _fast_path_forward(
@@ -508,7 +513,11 @@ def _fast_path_forward(
     forward = schedule.fast_path.forward  # type: ignore[union-attr]
     if _is_profiled():
         forward = record_function(f"{schedule.forward[0].label} forward")(forward)
-    return forward(prepared, *operands)
+    try:
+        return forward(prepared, *operands)
+    except Exception as error:
+        note_place(error, schedule, schedule.forward[0])
+        raise
 
 
 def run_fast_path(schedule: Schedule, prepared: Any, operands: Sequence[Tensor]) -> Tensor:

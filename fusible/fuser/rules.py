@@ -189,7 +189,9 @@ def _slot(rule: str, name: str, hint: Any) -> Slot:
     union = typing.get_origin(hint) in (types.UnionType, typing.Union)
     members = typing.get_args(hint) if union else (hint,)
     named = [t for t in members if t is not types.NoneType]
-    kinds = tuple(kind for t in named for kind in vars(t).get("pattern_types", (t,)))
+    kinds = tuple(
+        kind for t in named for kind in getattr(t, "__dict__", {}).get("pattern_types", (t,))
+    )
     if not all(hasattr(t, "extra_input_names") for t in kinds):
         raise TypeError(
             f"parameter {name} of {rule} must be annotated with the types of ops that it takes, "

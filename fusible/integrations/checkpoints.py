@@ -209,6 +209,13 @@ class _Reader:
         weights = [weight for _, weight, _ in parts]
         self._check_shapes(weights)
         biases = [bias for _, _, bias in parts if bias is not None]
+        wrong = [
+            f"the bias of {base} must be of {tuple(weight.shape[:-1])}, got {tuple(bias.shape)}"
+            for base, (_, weight, bias) in zip(self.bases, parts, strict=True)
+            if bias is not None and bias.shape != weight.shape[:-1]
+        ]
+        if wrong:
+            raise _Wrong(*wrong)
         return _ReadWeights(parts[0][0], weights, self.interleave, self._joined_bias(biases))
 
     def _part(self, base: str) -> _Entry:
@@ -232,11 +239,11 @@ class _Reader:
         if wrong:
             raise _Wrong(*wrong)
         layouts = {layout for layout, _, _ in each}
-        shapes = {tuple(weight.shape) for _, weight, _ in each}
-        if len(layouts) > 1 or len(shapes) > 1:
-            got = ", ".join(map(str, sorted(shapes)))
-            raise _Wrong(f"experts of {base} must be alike, got {got} in {_names(layouts)}")
         biases = [bias for _, _, bias in each if bias is not None]
+        for shapes in {tuple(w.shape) for _, w, _ in each}, {tuple(b.shape) for b in biases}:
+            if len(layouts) > 1 or len(shapes) > 1:
+                got = ", ".join(map(str, sorted(shapes)))
+                raise _Wrong(f"experts of {base} must be alike, got {got} in {_names(layouts)}")
         weight = stacked_weights([weight for _, weight, _ in each])
         return each[0][0], weight, torch.stack(biases) if biases else None
 
@@ -328,11 +335,7 @@ class _Reader:
             return None
         bias = joined_weights([part.unsqueeze(-1) for part in parts], self.interleave)
         assert isinstance(bias, Tensor)
-        bias = bias.squeeze(-1)
-        wanted = (*self.lead, self.op.out_features)
-        if tuple(bias.shape) != wanted:
-            raise _Wrong(f"the bias of {self.path} must be of {wanted}, got {bias.shape}")
-        return bias
+        return bias.squeeze(-1)
 
 
 def _without_values(weight: OperandData) -> OperandData:

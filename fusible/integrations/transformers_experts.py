@@ -140,6 +140,10 @@ class ExpertsBlock(nn.Module):
         """Whether the experts still compute what this was made from."""
         return self._experts is experts and self._options == _options(experts)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what it was made from, which a pickle may not hold: a copy is made anew."""
+        return {**vars(self), "_options": ()}
+
     def forward(self, hidden_states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """See :func:`experts_forward`."""
         if self.mlp is not None:

@@ -683,7 +683,7 @@ class Combine(BasicOperation):
                 f"gives it, got {described(row_map)}"
             )
         # A comparison of symbolic sizes would be a guard, which export refuses.
-        fits = torch.compiler.is_compiling() or rows.shape[0] <= row_map.numel()
+        fits = torch.compiler.is_exporting() or rows.shape[0] <= row_map.numel()
         if rows.dim() != 2 or not fits:
             raise ValueError(
                 f"input of Combine must be rows of shape (rows, H), at most the {row_map.numel()} "

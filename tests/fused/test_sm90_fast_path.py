@@ -170,9 +170,10 @@ def test_a_weight_without_main_grad_is_an_error():
     with (
         assume_target("sm90"),
         sm90_on_cpu(),
-        pytest.raises(ValueError, match="main_grad of every weight of GroupedLinear must be"),
+        pytest.raises(ValueError, match="main_grad of every weight of GroupedLinear must be") as e,
     ):
         y.backward(torch.ones_like(y))
+    assert e.value.__notes__ == ["raised in Sequential.0 to Sequential.2 (GroupedMLP), backward"]
 
 
 @pytest.mark.parametrize("build", [linear, glu, mlp])

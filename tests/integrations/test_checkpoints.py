@@ -462,6 +462,25 @@ def test_wrong_names_and_flags():
         load_checkpoint(with_bias, state, {"": "experts.*.down_proj"})
 
 
+@pytest.mark.parametrize("size", [None, 8])
+def test_biases_fit_their_parts(size):
+    """Not their sum alone."""
+    linear = fz.GroupedLinear(2, 8, 64, single_grouped_weight=True, single_grouped_bias=True)
+    state = {
+        f"{part}.{e}.{what}": torch.zeros(sizes)
+        for e in range(2)
+        for part, bias in (("g", 24), ("u", 40))
+        for what, sizes in (("weight", (32, 8)), ("bias", (bias,)))
+    }
+    says = r"the bias of g.\* must be of \(2, 32\), got \(2, 24\); the bias of u"
+    names = {"": ["g.*", "u.*"]}
+    with pytest.raises(ValueError, match=says):
+        load_checkpoint(linear, state, names, glu_interleave_size=size)
+    state["g.1.bias"] = torch.zeros(31)
+    with pytest.raises(ValueError, match=r"experts of g.\* must be alike, got \(24,\), \(31,\)"):
+        load_checkpoint(linear, state, names, glu_interleave_size=size)
+
+
 def test_a_scale_of_another_dtype_is_not_called_missing():
     state, *_ = experts(write.deepseek)
     name = next(name for name in state if name.endswith("down_proj.weight_scale_inv"))

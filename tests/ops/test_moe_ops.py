@@ -817,6 +817,12 @@ def test_refused_inputs_of_combine(rows, row_map, message):
         fz.Combine(weighted=True)(torch.zeros(4, 8), torch.zeros(2, 2).int(), torch.zeros(3))
 
 
+def test_too_many_rows_are_refused_in_compiled_code():
+    combine = torch.compile(fz.Combine(), backend="aot_eager", fullgraph=True)
+    with pytest.raises((ValueError, torch._dynamo.exc.Unsupported), match=r"at most the|ValueErr"):
+        combine(torch.zeros(6, 8, requires_grad=True), torch.zeros(2, 2).int())
+
+
 def test_refused_calls_of_the_router():
     router = fz.TopKRouter(HIDDEN, EXPERTS, 2)
     with pytest.raises(ValueError, match="must have 8 features"):
