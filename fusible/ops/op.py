@@ -68,29 +68,21 @@ class FusibleOperation(ModuleState, PatchesCounted):
     def get_input_quantizer(self) -> Any:
         """How this op wants its input quantized under the recipe in force, or None.
 
-        Asked when a plan is made, with gradients enabled as in the plan's calls.
+        Asked, as for the other quantizers, when a plan is made, with gradients enabled as in the
+        plan's calls.
         """
         return None
 
     def get_grad_output_quantizer(self) -> Any:
-        """How this op wants its output's gradient quantized under the recipe in force, or None.
-
-        Asked when a plan is made, as :meth:`get_input_quantizer`.
-        """
+        """How this op wants its output's gradient quantized under the recipe in force, or None."""
         return None
 
     def get_output_quantizer(self) -> Any:
-        """How this op quantizes its output where no op of the run follows it, or None.
-
-        Asked when a plan is made, as :meth:`get_input_quantizer`.
-        """
+        """How this op quantizes its output where no op of the run follows it, or None."""
         return None
 
     def get_grad_input_quantizer(self) -> Any:
-        """How this op quantizes its input's gradient for the caller, or for a neighbour, or None.
-
-        Asked when a plan is made, as :meth:`get_input_quantizer`.
-        """
+        """How this op quantizes its input's gradient for the caller or a neighbour, or None."""
         return None
 
     @property
