@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,38 +25,13 @@ from fusible.kernels.sm90.launch import (
 from fusible.kernels.sm90.operands import (
     DTYPE_NAMES,
     Matrices,
-    check_scale,
     is_fp8,
+    is_row_scale,
     layout,
     supports,
 )
 from fusible.kernels.sm90.spec import BACKWARD, FORWARD, Spec, Tile, block_columns
 from fusible.recipes.formats import value_dtype
-
-
-class _RowsKey(NamedTuple):
-    """The key of the launch of a product of grouped rows, among those with the same weight."""
-
-    kind: str
-    transpose: bool
-    bias: bool
-    scale: torch.dtype | None
-    glu: Glu | None
-    save_preact: bool
-    pitch: int
-    preact_pitch: int
-
-
-class _WgradKey(NamedTuple):
-    """The key of the launch of a weight gradient; ``out``: strides, dtype, whether separate."""
-
-    columns: int
-    depth: int
-    pitches: tuple[int, int]
-    out: tuple[tuple[int, ...], torch.dtype, bool] | None
-    accumulate: bool
-    same_scale: bool
-    """The columns of FP8 operand B share the scale of a block of rows."""
 
 
 class WeightProducts:
@@ -98,19 +73,19 @@ class WeightProducts:
         self._layouts = [layout(shape, strides, turned, not separate) for turned in (False, True)]
         self._launches: dict[tuple, Launch] = {}
 
-    def _rows_launch(self, *key: object) -> Launch:
-        """The launch of a product of rows, made once."""
-        fields = _RowsKey(*key)  # type: ignore[arg-type]
-        kind, transpose, bias, scale, glu, save_preact, pitch, preact_pitch = fields
-        if scale is not None:
-            check_scale("scales", scale)
+    def _rows_launch(self, *key: Any) -> Launch:
+        """The launch of a product of rows with that key among those of this weight, made once."""
+        kind, transpose, bias, scale, glu, save_preact, pitch, preact_pitch = key
+        if scale is not None and not is_row_scale(scale):
+            raise ValueError(f"scales must be a float tensor, got {scale}")
         weight = self._layouts[transpose]
         assert weight is not None  # checked by `cached_products`
         sides = 1 if glu is None else glu.sides
         columns = weight.rows // sides if kind in FORWARD else weight.rows
         activation, interleave = ("", 0) if glu is None else glu[:2]
-        needed = weight.major, interleave, bias, activation
-        tile = self._tile(kind, columns, weight.depth, *needed)
+        needed = weight.major, interleave, bias, activation, self._scaled
+        sizes = self._rows, self._groups, columns, weight.depth, self._multiprocessors
+        tile = tiles.choose(kind, *sizes, *needed)
         paired, stripe = (False, 0) if glu is None else _stripes(kind, tile, glu)
         spec = Spec(
             kind,
@@ -128,7 +103,7 @@ class WeightProducts:
             save_preact=save_preact,
             out_dtype=DTYPE_NAMES[self.value_dtype],
         )
-        launch = self._launches[fields] = Launch(
+        launch = self._launches[key] = Launch(
             spec,
             self._device,
             columns,
@@ -145,18 +120,19 @@ class WeightProducts:
         )
         return launch
 
-    def _wgrad_launch(self, *key: object) -> Launch:
-        """The launch of a weight gradient, made once."""
-        fields = _WgradKey(*key)  # type: ignore[arg-type]
-        columns, depth, pitches, out, accumulate, same_scale = fields
-        strides, out_dtype, separate = out or (
-            (columns * depth, depth, 1),
-            self.value_dtype,
-            False,
-        )
+    def _wgrad_launch(self, *key: Any) -> Launch:
+        """The launch of a weight gradient with that key, made once.
+
+        ``out`` are strides, dtype and whether matrices are separate. With ``same_scale`` the
+        columns of FP8 operand B share the scale of a block of rows.
+        """
+        columns, depth, pitches, out, accumulate, same_scale = key
+        dense = (columns * depth, depth, 1), self.value_dtype, False
+        strides, out_dtype, separate = out or dense
+        sizes = self._rows, self._groups, columns, depth, self._multiprocessors
         spec = Spec(
             "wgrad",
-            self._tile("wgrad", columns, depth),
+            tiles.choose("wgrad", *sizes, "k", 0, False, "", self._scaled),
             dtype=self._a_dtype,
             b_dtype=self._b_dtype if self._scaled else "",
             scaling=("blocks" if same_scale else "rows") if self._scaled else "",
@@ -164,7 +140,7 @@ class WeightProducts:
             out_dtype=DTYPE_NAMES[out_dtype],
             accumulate=accumulate,
         )
-        launch = self._launches[fields] = Launch(
+        launch = self._launches[key] = Launch(
             spec,
             self._device,
             columns,
@@ -176,20 +152,6 @@ class WeightProducts:
             out_pitch=strides[1],
         )
         return launch
-
-    def _tile(
-        self,
-        kind: str,
-        columns: int,
-        depth: int,
-        major: str = "k",
-        interleave: int = 0,
-        bias: bool = False,
-        activation: str = "",
-    ) -> Tile:
-        """The tile of a product: see `tiles.choose`."""
-        sizes = self._rows, self._groups, columns, depth, self._multiprocessors
-        return tiles.choose(kind, *sizes, major, interleave, bias, activation, self._scaled)
 
     def ends(self, split_sizes: Tensor, rows: int) -> Tensor:
         """`group_ends`, of contiguous ``split_sizes``."""

@@ -57,12 +57,6 @@ def is_row_scale(dtype: torch.dtype) -> bool:
     return DTYPE_NAMES.get(dtype) in limits.ROW_SCALE_DTYPES
 
 
-def check_scale(name: str, dtype: torch.dtype) -> None:
-    """Raise ValueError unless the kernels read scales of ``dtype``."""
-    if not is_row_scale(dtype):
-        raise ValueError(f"{name} must be a float tensor, got {dtype}")
-
-
 def as_vector(name: str, vector: Tensor, x: Tensor) -> Tensor:
     """``vector``, which must have one value for each row of ``x``, contiguous."""
     if vector.shape != x.shape[:1] or vector.device != x.device:
