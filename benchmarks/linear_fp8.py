@@ -17,7 +17,7 @@ import torch
 
 import fusible as fz
 from fusible.kernels.dense import cuda
-from fusible.kernels.quantize import quantize_k_major
+from fusible.kernels.quantize.k_major import quantize_k_major
 from fusible.recipes import Float8BlockScaling
 
 SHAPES = [  # rows, in, out

@@ -20,7 +20,7 @@ from grouped_gemm_sm90 import CONFIGS, environment, fusible_calls, measure, tens
 from sm90_grid import compile_spec
 
 from fusible.kernels.grouped import Glu
-from fusible.kernels.quantize import quantize_k_major
+from fusible.kernels.quantize.k_major import quantize_k_major
 from fusible.kernels.sm90 import checked_products as ops
 from fusible.kernels.sm90.spec import Spec, Tile
 from fusible.recipes.formats import fp8_block

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from fusible.fuser.context import OperationContext
 from fusible.kernels import grouped
-from fusible.kernels.quantize import (
+from fusible.kernels.quantize.glu_backward import quantize_glu_backward
+from fusible.kernels.quantize.k_major import (
     KMajorOperands,
     ScaledMatrix,
-    quantize_glu_backward,
     quantize_k_major,
     stored_operand,
     transposed,

@@ -14,7 +14,7 @@ from fusible.arguments import described
 from fusible.formulas import cast
 from fusible.fuser.backwards import Backward
 from fusible.kernels import grouped
-from fusible.kernels.quantize import ScaledMatrix, elements_and_scale
+from fusible.kernels.quantize.k_major import ScaledMatrix, elements_and_scale
 from fusible.kernels.stacking import write
 from fusible.recipes.sharding import is_sharded, mean_over_ranks
 

@@ -25,7 +25,8 @@ from fusible.kernels.dense import activation_bias_backward, rms_norm_backward
 from fusible.kernels.grouped import Glu
 from fusible.kernels.moe import cuda as moe_kernels
 from fusible.kernels.moe.peers import PeerRows
-from fusible.kernels.quantize import quantize_glu_backward, quantize_k_major, transposed
+from fusible.kernels.quantize.glu_backward import quantize_glu_backward
+from fusible.kernels.quantize.k_major import quantize_k_major, transposed
 from fusible.kernels.sm90 import checked_products as ops
 from fusible.kernels.sm90 import tiles
 from fusible.recipes.formats import fp8_block, fp8_tensor, mxfp8, nvfp4

@@ -5,7 +5,9 @@ import reference as ref
 import torch
 from checks import graph_of, launched, never_waiting, poison_free_memory
 
-from fusible.kernels.quantize import k_major, quantize_k_major, supports_matrix, transposed
+from fusible.kernels.quantize import k_major
+from fusible.kernels.quantize.cuda import supports_matrix
+from fusible.kernels.quantize.k_major import quantize_k_major, transposed
 from fusible.recipes.formats import E5M2, fp8_block, fp8_tensor
 
 pytestmark = pytest.mark.gpu

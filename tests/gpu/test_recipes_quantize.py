@@ -6,7 +6,7 @@ import torch
 from checks import graph_of, launched, never_waiting
 from number_formats import FORMATS, GROUPED, OWN, is_square
 
-from fusible.kernels.quantize import supports_matrix
+from fusible.kernels.quantize.cuda import supports_matrix
 from fusible.recipes.formats import mxfp8
 from fusible.recipes.matrix import QuantizedMatrix, Uses
 from fusible.recipes.quantization import dequantize

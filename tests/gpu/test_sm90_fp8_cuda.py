@@ -13,7 +13,8 @@ from sm90_in_tile import in_tile
 from fusible.activations import ACTIVATIONS
 from fusible.kernels import grouped
 from fusible.kernels.grouped import Glu, definitions
-from fusible.kernels.quantize import quantize_glu_backward, quantize_k_major
+from fusible.kernels.quantize.glu_backward import quantize_glu_backward
+from fusible.kernels.quantize.k_major import quantize_k_major
 from fusible.kernels.sm90 import checked_products as ops
 from fusible.kernels.sm90.spec import Tile
 from fusible.kernels.sm90.tiles import FP8_TILES

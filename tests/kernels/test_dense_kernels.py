@@ -10,7 +10,7 @@ from fusible.activations import UNARY
 from fusible.kernels import dense, grouped
 from fusible.kernels.dense import cuda, definitions
 from fusible.kernels.dense.spec import MAX_FEATURES, ActivationBiasSpec, RMSNormSpec
-from fusible.kernels.quantize import quantize_k_major
+from fusible.kernels.quantize.k_major import quantize_k_major
 from fusible.kernels.runtime.launch import compile_kernel
 from fusible.recipes import Float8BlockScaling, Format
 

@@ -7,7 +7,8 @@ from torch.library import opcheck
 
 from fusible.activations import ACTIVATIONS
 from fusible.kernels.glu import Glu
-from fusible.kernels.quantize import quantize_glu_backward, quantize_k_major
+from fusible.kernels.quantize.glu_backward import quantize_glu_backward
+from fusible.kernels.quantize.k_major import quantize_k_major
 from fusible.kernels.quantize.spec import GluBackwardSpec, QuantizeSpec
 from fusible.recipes.formats import E5M2, fp8_block, fp8_tensor
 

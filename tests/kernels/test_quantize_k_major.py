@@ -5,8 +5,12 @@ import simt
 import torch
 from torch.library import opcheck
 
-from fusible.kernels.quantize import quantize_k_major, stored_operand, transposed
-from fusible.kernels.quantize.k_major import chunks_per_pass
+from fusible.kernels.quantize.k_major import (
+    chunks_per_pass,
+    quantize_k_major,
+    stored_operand,
+    transposed,
+)
 from fusible.kernels.quantize.spec import QuantizeSpec
 from fusible.kernels.runtime.gpu import PTX_NAMES
 from fusible.recipes.formats import E5M2, fp8_block, fp8_tensor, mxfp8, nvfp4
