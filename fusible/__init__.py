@@ -24,7 +24,7 @@ from fusible.fuser.plan import NotFused, Plan
 from fusible.fuser.registry import register_rule, registry, unregister_rule
 from fusible.fuser.saved_rows import SavedRowsPool
 from fusible.fuser.target import Target
-from fusible.kernels.grouped import checking
+from fusible.kernels.grouped.groups import checking
 from fusible.names import did_you_mean
 from fusible.ops import *  # noqa: F403 - the ops' own list of names
 from fusible.recipes import (

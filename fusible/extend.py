@@ -22,8 +22,8 @@ from fusible.fuser.registry import (
 )
 from fusible.fuser.rules import KernelRow, Rule, rule
 from fusible.fuser.target import Target
+from fusible.kernels.glu import Glu
 from fusible.kernels.grouped import (
-    Glu,
     grouped_dglu,
     grouped_glu,
     grouped_mm,

@@ -23,6 +23,14 @@ from fusible.fuser.plan_key import PlanKey
 from fusible.fuser.saved_rows import active_pool
 from fusible.fuser.tracing import keeps_graph
 from fusible.kernels import grouped
+from fusible.kernels.grouped.groups import checks_enabled
+from fusible.kernels.sm90.grouped_products import (
+    TENSOR_TYPES,
+    DenseOperand,
+    can_read_in_place,
+    products_by_rows,
+)
+from fusible.kernels.sm90.operands import is_row_scale
 from fusible.ops.grouped_kernels import LIBRARY, glu_of
 from fusible.ops.op import Grads
 from fusible.ops.scaled_activation import in_pieces
@@ -132,7 +140,7 @@ class GroupedFastPath:
         (dtype, device, _), *extra = key.inputs
         linears: list[Any] = [op for op in ops if isinstance(op, WeightedOperation)]
         products = [
-            grouped.products_by_rows(device, dtype, op.num_groups, op.out_features, op.in_features)
+            products_by_rows(device, dtype, op.num_groups, op.out_features, op.in_features)
             for op in linears
         ]
         fits = (
@@ -144,7 +152,7 @@ class GroupedFastPath:
             and all([on == device for _, on, _ in key.inputs])
             and all([of_param == dtype for of_param in key.param_dtypes])
             and all([
-                grouped.is_row_scale(of_input)
+                is_row_scale(of_input)
                 if name == "scales"
                 else of_input in (torch.int64, torch.int32)
                 for name, (of_input, *_) in zip(_extra_inputs(ops), extra, strict=True)
@@ -174,20 +182,20 @@ class GroupedFastPath:
         self._groups, self._features = ops[0].num_groups, ops[0].in_features
 
     def _call_fits(
-        self, dense: Sequence[grouped.DenseOperand], vectors: Iterable[tuple[Tensor, int]] = ()
+        self, dense: Sequence[DenseOperand], vectors: Iterable[tuple[Tensor, int]] = ()
     ) -> bool:
         """Whether kernels can read all operands where they are, and nothing else sees the call.
 
         ``vectors`` are tensors of any dtype with the number of their elements.
         """
-        if is_intercepted() or grouped.checks_enabled() or active_pool() is not None:
+        if is_intercepted() or checks_enabled() or active_pool() is not None:
             return False
         device = self._device
-        if not grouped.can_read_in_place(dense, self._dtype, device):
+        if not can_read_in_place(dense, self._dtype, device):
             return False
         for t, size in vectors:
             if not (
-                type(t) in grouped.TENSOR_TYPES
+                type(t) in TENSOR_TYPES
                 and t.shape == (size,)
                 and t.is_contiguous()
                 and t.device == device
@@ -201,7 +209,7 @@ class GroupedFastPath:
         if x.dim() != 2 or x.shape[0] == 0:
             return None
         rows, groups = x.shape[0], self._groups
-        dense: list[grouped.DenseOperand] = [((x,), (rows, self._features), 0)]
+        dense: list[DenseOperand] = [((x,), (rows, self._features), 0)]
         for linear in self._linears:
             dense.append((params[linear.weights], *linear.weight_layout))
             if linear.op.has_bias:
@@ -226,7 +234,7 @@ class GroupedFastPath:
         Matrices and weights that were not saved are None.
         """
         rows = dy.shape[0]
-        dense: list[grouped.DenseOperand] = [
+        dense: list[DenseOperand] = [
             ((t,), (rows, features), 0) for t, features in matrices if t is not None
         ]
         of_linears = [weights[linear.saved_weights] for linear in self._linears]

@@ -19,7 +19,7 @@ from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.kernels import grouped
 from fusible.kernels.dense import scaled_mm
-from fusible.kernels.grouped import Glu
+from fusible.kernels.glu import Glu
 from fusible.kernels.quantize.k_major import ScaledMatrix, elements_and_scale
 from fusible.ops.matrices import as_2d, buffer_rows
 from fusible.ops.wgrad import WeightGradient, dense_gradient, grouped_gradient

@@ -19,7 +19,7 @@ from fusible.fuser.context import OperationContext
 from fusible.fuser.module_names import named_modules
 from fusible.fuser.own_recipes import own_recipe, recipe_of_ops
 from fusible.fuser.plan import GradNeeds
-from fusible.kernels import grouped
+from fusible.kernels.stacking import stacked
 from fusible.ops import buffers
 from fusible.ops.casting import CastingOp
 from fusible.ops.grouped_kernels import GroupedKernels, GroupedOperand, LinearCall
@@ -562,7 +562,7 @@ def quantize_weights(
 def stack_weights(weights: list[Tensor], dtype: torch.dtype) -> Tensor:
     """The only weight, or ``[E, N, K]`` of one per group, which is a copy unless they abut."""
     # The address of a traced tensor is not known.
-    stack = torch.stack if torch.compiler.is_compiling() else grouped.stacked
+    stack = torch.stack if torch.compiler.is_compiling() else stacked
     return cast(weights[0] if len(weights) == 1 else stack(weights), dtype)
 
 

@@ -9,6 +9,8 @@ import torch
 import fusible as fz
 from fusible.kernels import grouped
 from fusible.kernels.grouped import Glu, definitions, pytorch
+from fusible.kernels.grouped.groups import row_groups
+from fusible.kernels.stacking import stacked
 
 E, K, N = 4, 6, 5
 SPLITS = [
@@ -220,10 +222,10 @@ def test_group_ends(dtype):
 
 
 def test_row_groups():
-    group, live = grouped.row_groups(ends_of([2, 0, 3]), 7)
+    group, live = row_groups(ends_of([2, 0, 3]), 7)
     assert group.tolist() == [0, 0, 2, 2, 2, 2, 2]
     assert live.tolist() == [True] * 5 + [False] * 2
-    group, live = grouped.row_groups(ends_of([0, 0]), 3)
+    group, live = row_groups(ends_of([0, 0]), 3)
     assert live.tolist() == [False] * 3
     assert group.max() <= 1
 
@@ -231,7 +233,7 @@ def test_row_groups():
 def test_stacked_views_weights_that_abut():
     op = fz.GroupedLinear(E, K, N, bias=False)
     weights = op.weights()
-    view = grouped.stacked(weights)
+    view = stacked(weights)
     assert view.data_ptr() == weights[0].data_ptr()
     assert torch.equal(view, torch.stack(weights))
 
@@ -255,7 +257,7 @@ def test_stacked_is_right_wherever_weights_lie(change):
         for group, weight in enumerate(op.weights()):
             weight.fill_(group)
     expected = torch.arange(E, dtype=op.weight0.dtype)[:, None, None].expand(E, N, K)
-    assert torch.equal(grouped.stacked(op.weights()), expected)
+    assert torch.equal(stacked(op.weights()), expected)
 
 
 def test_stacked_copies_what_only_seems_to_abut():
@@ -264,7 +266,7 @@ def test_stacked_copies_what_only_seems_to_abut():
     transposed = [m.t() for m in base[:8].view(2, 2, 2)]
     swapped = [base[4:8].view(2, 2), base[0:4].view(2, 2)]
     for weights in (apart, transposed, swapped):
-        assert torch.equal(grouped.stacked(weights), torch.stack(weights))
+        assert torch.equal(stacked(weights), torch.stack(weights))
 
 
 @pytest.mark.parametrize("interleave", [0, 2])
@@ -321,8 +323,8 @@ def test_scales_of_other_sizes_are_refused(x_scale, w_scale):
 
 def test_stacked_one():
     w = torch.randn(3, 2, 2)
-    assert grouped.stacked([w]) is w
-    assert torch.equal(grouped.stacked([w[0]]), w[:1])
+    assert stacked([w]) is w
+    assert torch.equal(stacked([w[0]]), w[:1])
 
 
 # --- FP8 operands ---------------------------------------------------------------------------------

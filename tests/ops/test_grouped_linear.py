@@ -10,6 +10,7 @@ from torch import nn
 
 import fusible as fz
 from fusible.kernels import grouped
+from fusible.kernels.stacking import stacked
 
 FORMS = [
     {"single_grouped_weight": w, "single_grouped_bias": b}
@@ -152,7 +153,7 @@ def test_initialisation():
     # By default each expert is initialised as an nn.Linear of its own.
     for options in ({}, {"single_grouped_weight": True}):
         torch.manual_seed(3)
-        ours = grouped.stacked(fz.GroupedLinear(3, 4, 5, bias=False, **options).weights())
+        ours = stacked(fz.GroupedLinear(3, 4, 5, bias=False, **options).weights())
         torch.manual_seed(3)
         theirs = [nn.Linear(4, 5, bias=False).weight for _ in range(3)]
         assert torch.equal(ours, torch.stack(theirs))

@@ -13,8 +13,8 @@ floating dtype. On CUDA they run our kernels for SM90, of BF16 and FP16
 elsewhere kernels in Triton (`portable`), of BF16, FP16 and FP32; else the definition, which reads
 the end rows on the host. An activation that no epilogue has runs after its product.
 
-Where a plan has shown that operands need no check, `products_by_rows` gives the launches of our
-kernels themselves (`fusible.ops.grouped_fast_path`).
+Where a plan has shown that operands need no check, `sm90.grouped_products` gives the launches of
+our kernels themselves (`fusible.ops.grouped_fast_path`).
 """
 
 from __future__ import annotations
@@ -39,45 +39,11 @@ from fusible.kernels.grouped import (
     pytorch,
     stored,
 )
-from fusible.kernels.grouped.groups import checking, checks_enabled, row_groups
+from fusible.kernels.grouped.groups import checks_enabled
 from fusible.kernels.sm90 import checked_products as sm90
-from fusible.kernels.sm90.grouped_products import (
-    TENSOR_TYPES,
-    DenseOperand,
-    can_read_in_place,
-    products_by_rows,
-)
-from fusible.kernels.sm90.operands import is_row_scale
-from fusible.kernels.stacking import side_by_side, stacked
 from fusible.library import define
 from fusible.recipes.formats import value_dtype
 from fusible.recipes.stored import StoredWeights
-
-__all__ = [
-    "TENSOR_TYPES",
-    "DenseOperand",
-    "Glu",
-    "can_read_in_place",
-    "check_alignment",
-    "checking",
-    "checks_enabled",
-    "group_ends",
-    "grouped_dglu",
-    "grouped_dots",
-    "grouped_glu",
-    "grouped_mm",
-    "grouped_sum",
-    "grouped_wgrad",
-    "grouped_wgrad_",
-    "is_row_scale",
-    "products_by_rows",
-    "row_groups",
-    "side_by_side",
-    "stacked",
-    "stored_glu",
-    "stored_mm",
-]
-
 
 # --- groups ---------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusible.kernels import grouped
+from fusible.kernels.grouped.groups import checks_enabled
 from fusible.kernels.sm100 import limits
 from fusible.recipes.formats import E2M1, E4M3
 
@@ -169,7 +169,7 @@ def check_weights(
 def check_padded_ends(ends: Tensor, groups: int, rows: int, device: torch.device) -> None:
     """Check end rows of groups of whole 256 rows; values on a device only under `checking`."""
     check_contiguous("ends", ends, torch.int32, (groups,), device)
-    if device.type != "cpu" and not grouped.checks_enabled():
+    if device.type != "cpu" and not checks_enabled():
         return
     values = ends.tolist()
     sizes = [end - start for start, end in zip([0, *values], values, strict=False)]

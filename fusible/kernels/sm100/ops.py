@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from fusible import activations
-from fusible.kernels import grouped
 from fusible.kernels.glu import Glu
 from fusible.kernels.runtime.provider import provider
 from fusible.kernels.runtime.workspaces import pointer_table
@@ -37,6 +36,7 @@ from fusible.kernels.sm100.checks import (
     require,
 )
 from fusible.kernels.sm100.launch import before_launch
+from fusible.kernels.stacking import side_by_side
 from fusible.library import define
 
 logger = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ def _table(tensors: Sequence[Tensor]) -> Tensor:
 def _weight_arguments(p: ProductOperands, weights: Weights, n_major: bool) -> dict[str, Any]:
     w, scales, major = p.w, p.w_scales, {"b_major": "n" if n_major else "k"}
     # Matrices that were allocated side by side are a dense tensor to the kernel.
-    together = w[0] if weights.dense else None if scales else grouped.side_by_side(w)
+    together = w[0] if weights.dense else None if scales else side_by_side(w)
     if together is not None:
         dense: dict[str, Any] = {"b_tensor": _as_element(together), **major}
         return {**dense, "sfb_tensor": scales[0]} if scales else dense
