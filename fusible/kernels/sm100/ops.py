@@ -227,15 +227,9 @@ def _dgrad_flops(x: Tensor, x_scales: Any, w: Sequence[Tensor], *_: Any) -> int:
 # --- what the kernels write of an activation, and of its gradient ---------------------------------
 
 
-class _KernelOutputs(NamedTuple):
-    """Elements and packed scales for both uses; empty where a kernel writes none."""
-
-    d: Tensor
-    scales: Tensor
-    column: Tensor
-    column_scales: Tensor
-    amax: Tensor
-    """FP32 ``[groups, parts]`` of BF16 elements, before they were rounded."""
+_KernelOutputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""Elements and packed scales for both uses, and the largest magnitudes of BF16 elements before they
+were rounded, FP32 ``[groups, parts]``; empty where a kernel writes none."""
 
 
 def _activated(out: Any, x: Tensor, row: str) -> _KernelOutputs:
@@ -245,13 +239,13 @@ def _activated(out: Any, x: Tensor, row: str) -> _KernelOutputs:
         return _wide(out[row], None if amax is None else amax.flatten(1))
     scales = out["sfd_row_tensor"].reshape(-1)
     column_scales = out["sfd_col_tensor"].reshape(_column_scales(*out[row].shape))
-    return _KernelOutputs(out[row], scales, out["d_col_tensor"], column_scales, _nothing(x))
+    return out[row], scales, out["d_col_tensor"], column_scales, _nothing(x)
 
 
 def _wide(d: Tensor, amax: Tensor | None) -> _KernelOutputs:
     """BF16 elements, of which nothing is quantized."""
     scales, column, column_scales, none = (_nothing(d) for _ in range(4))
-    return _KernelOutputs(d, scales, column, column_scales, none if amax is None else amax)
+    return d, scales, column, column_scales, none if amax is None else amax
 
 
 def _nothing(x: Tensor) -> Tensor:
@@ -271,7 +265,7 @@ def _unwritten(x: Tensor, columns: int, groups: int, parts: int) -> _KernelOutpu
         x.new_empty(shape, dtype=torch.float8_e8m0fnu)
         for shape in (-(-rows // 128) * -(-columns // 128) * 512, _column_scales(rows, columns))
     )
-    return _KernelOutputs(d, scales, column, column_scales, _nothing(x))
+    return d, scales, column, column_scales, _nothing(x)
 
 
 def _column_scales(rows: int, columns: int) -> tuple[int, int]:
