@@ -281,11 +281,8 @@ def route(
     tokens, experts = logits.shape
     bias = None if expert_bias is None else expert_bias.float().contiguous()
     outputs = route_outputs(logits, expert_bias, top_k)
-    sigmoid, biased = score_function == "sigmoid", bias is not None
-    number, kept, summed = groups
-    spec = RouteSpec(
-        experts, top_k, sigmoid, normalize, scaling_factor, biased, (number, kept, summed)
-    )
+    choice = top_k, score_function == "sigmoid", normalize, scaling_factor
+    spec = RouteSpec(experts, *choice, bias is not None, tuple(groups))
     launch("moe.router.route", (spec,), logits.device, logits.contiguous(), bias, *outputs, tokens)
     return outputs
 
