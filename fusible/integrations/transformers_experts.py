@@ -141,7 +141,7 @@ class ExpertsBlock(nn.Module):
         return self._experts is experts and self._options == _options(experts)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what it was made from, which a pickle may not hold: a copy is made anew."""
+        """Without the options, which may not be picklable: a copy is made again when called."""
         return {**vars(self), "_options": ()}
 
     def forward(self, hidden_states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Grouped linears on Hopper as one autograd node without contexts: the least host time.
+"""Grouped linears on Hopper as one autograd node that calls the kernels: the least host time.
 
 This path is for calls that need nothing but the kernels: no check, copy, recipe or cast.
 `GroupedFastPath.of` decides by the plan of one op, once, and `GroupedFastPath.prepared` by the
