@@ -1,6 +1,9 @@
 """Inference of a MoE block with few tokens, in a CUDA graph, and its least time.
 
-    python benchmarks/decoding.py [--model NAME ...] [--out FILE]
+    python benchmarks/decoding.py [--model NAME ...] [--layers N] [--out FILE]
+
+With ``--layers``, a graph runs so many blocks one after another, each with weights of its own, as
+the layers of a model; times are those of one.
 
 The least time of a block is that of reading the weights of the experts that its tokens chose, once,
 at the rate at which this GPU sums up a large tensor. Compared with plain PyTorch in a graph of its
@@ -86,6 +89,12 @@ def kernels_of(graph: torch.cuda.CUDAGraph) -> list[tuple[str, float]]:
     return [(e.name[:60], e.device_time) for e in events if e.device_time > 0]
 
 
+def in_turn(calls: list[Callable[[], Any]]) -> None:
+    """Call each."""
+    for call in calls:
+        call()
+
+
 def nbytes(weight: nn.Parameter) -> int:
     """Bytes of a weight, which may be stored quantized."""
     pieces = weight.pieces().values() if hasattr(weight, "pieces") else [weight]
@@ -93,40 +102,55 @@ def nbytes(weight: nn.Parameter) -> int:
 
 
 @torch.no_grad()
-def cell(blocks: dict[str, fz.Sequential], shape: Shape, rate: float) -> dict[str, Any]:
+def cell(layers: dict[str, list[fz.Sequential]], shape: Shape, rate: float) -> dict[str, Any]:
     """Microseconds of a block, and of those with stored weights, with so many tokens."""
     x = torch.randn(shape.tokens, shape.hidden, device="cuda").bfloat16()
-    router, *weights = (blocks["BF16"][i].weight for i in (0, 2, 4))
-    plain = Capturable(shape, router, *weights)
-    used = blocks["BF16"][0](x)[2].unique().numel()
-    calls: dict[str, Callable[[], Any]] = {"PyTorch": lambda: plain(x)}
-    for name, block in blocks.items():
-        _, probs, ids = block[0](x)
-        rows, splits, scales, _ = block[1](x, probs, ids)
-        experts = fz.Sequential(*block[2:5])
-        calls[name] = partial(block, x)
-        calls[f"{name} experts"] = partial(experts, rows, splits, scales, splits)
-    graphs = {name: graph_of(call) for name, call in calls.items()}
+    plain = [Capturable(shape, *(block[i].weight for i in (0, 2, 4))) for block in layers["BF16"]]
+    count = len(plain)
+    used = [block[0](x)[2].unique().numel() for block in layers["BF16"]]
+    calls: dict[str, list[Callable[[], Any]]] = {"PyTorch": [partial(one, x) for one in plain]}
+    for name, blocks in layers.items():
+        calls[name] = [partial(block, x) for block in blocks]
+        calls[f"{name} experts"] = []
+        for block in blocks:
+            _, probs, ids = block[0](x)
+            rows, splits, scales, _ = block[1](x, probs, ids)
+            experts = fz.Sequential(*block[2:5])
+            calls[f"{name} experts"].append(partial(experts, rows, splits, scales, splits))
+    graphs = {name: graph_of(partial(in_turn, each)) for name, each in calls.items()}
     ms = measure_in_turn({name: graph.replay for name, graph in graphs.items()})
-    bytes_of = {n: sum(nbytes(b[i].weight) for i in (2, 4)) for n, b in blocks.items()}
-    want = calls["PyTorch"]().float()
-    off = {n: (b(x).float() - want).norm() / want.norm() for n, b in blocks.items()}
+    first = {name: blocks[0] for name, blocks in layers.items()}
+    bytes_of = {n: sum(nbytes(b[i].weight) for i in (2, 4)) for n, b in first.items()}
+    share = sum(used) / count / shape.experts
+    want = plain[0](x).float()
+    off = {n: (b(x).float() - want).norm() / want.norm() for n, b in first.items()}
     found = {
         "tokens": shape.tokens,
-        "experts used": used,
-        "least": {n: round(b * used / shape.experts / rate, 2) for n, b in bytes_of.items()},
+        "layers": count,
+        "experts used": sum(used) / count,
+        "least": {n: round(b * share / rate, 2) for n, b in bytes_of.items()},
         "difference": {name: round(value.item(), 4) for name, value in off.items()},
-        "us": {name: round(1000 * t, 2) for name, t in ms.items()},
+        "us": {name: round(1000 * t / count, 2) for name, t in ms.items()},
     }
-    if shape.tokens in PROFILED:
-        found["kernels"] = {name: kernels_of(graphs[name]) for name in blocks}
+    if shape.tokens in PROFILED and count == 1:
+        found["kernels"] = {name: kernels_of(graphs[name]) for name in layers}
     return found
+
+
+def drawn_block(shape: Shape) -> fz.Sequential:
+    """A block with random weights."""
+    block = fusible_block(shape)
+    with torch.no_grad():
+        for i in (0, 2, 4):
+            block[i].weight.normal_(std=block[i].weight.shape[-1] ** -0.5)
+    return block
 
 
 def main() -> None:
     """Run every cell, print it, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--layers", type=int, default=1, help="blocks in a graph")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     options = parser.parse_args()
     rate = read_rate()
@@ -134,25 +158,24 @@ def main() -> None:
     print(f"{rate / 1e6:.2f} TB/s. us, share of the least time, relative to BF16")
     for model in options.model:
         torch.manual_seed(0)
-        block = fusible_block(MODELS[model])
-        with torch.no_grad():
-            for i in (0, 2, 4):
-                block[i].weight.normal_(std=block[i].weight.shape[-1] ** -0.5)
-        blocks = {"BF16": block}
+        blocks = [drawn_block(MODELS[model]) for _ in range(options.layers)]
+        layers = {"BF16": blocks}
         for name, recipe in STORED.items():
-            blocks[name] = fz.quantize_(copy.deepcopy(block), recipe, usage="inference")
+            layers[name] = [
+                fz.quantize_(copy.deepcopy(block), recipe, usage="inference") for block in blocks
+            ]
         for tokens in TOKENS:
-            found = cell(blocks, MODELS[model]._replace(tokens=tokens), rate)
+            found = cell(layers, MODELS[model]._replace(tokens=tokens), rate)
             report["cells"].append({"model": model, **found})
             us, least = found["us"], found["least"]
-            line = f"{model:13s} {tokens:2d} tokens {found['experts used']:3d} experts"
-            for name in blocks:
+            line = f"{model:13s} {tokens:2d} tokens {found['experts used']:3.0f} experts"
+            for name in layers:
                 share, ratio = least[name] / us[name], us["BF16"] / us[name]
                 line += f"  {name} {us[name]:6.1f} {share:.2f} {ratio:.2f}x"
             print(f"{line}  PyTorch {us['PyTorch'] / us['BF16']:.2f}", flush=True)
             if options.out:
                 options.out.write_text(json.dumps(report) + "\n")
-        del block, blocks
+        del blocks, layers
         torch.cuda.empty_cache()
 
 

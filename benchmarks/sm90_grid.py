@@ -2,6 +2,7 @@
 
     python benchmarks/sm90_grid.py [--seconds N] [--shape NAME ...] [--quack N] [--out FILE]
     python benchmarks/sm90_grid.py --drawn FIRST LAST [...]
+    python benchmarks/sm90_grid.py --fp8 [...]
     python benchmarks/sm90_grid.py --fit FILE ...
     python benchmarks/sm90_grid.py --draw FILE
 
@@ -9,6 +10,9 @@ Compiles on all cores, compares every tile with FP32 math, then times all contes
 shape and an op) interleaved in one process, with CUDA events, from a flushed L2 cache: the median
 of five turns, of two for those more than a fourth slower than the best. The file is written after
 each shape; a summary comes last. Stops after ``--seconds``, compilation included.
+
+``--fp8`` measures products of FP8 operands, quantized beforehand, on the shapes of many rows; no
+peer takes part.
 
 ``--drawn`` measures shapes that are drawn at random instead, from FIRST to before LAST of always
 the same ones.
@@ -39,10 +43,12 @@ import torch
 from grouped_gemm_sm90 import Config, environment, quack_call, split_sizes, torch_calls
 
 from fusible.kernels.grouped import Glu, definitions
+from fusible.kernels.quantize.k_major import quantize_k_major
 from fusible.kernels.runtime.launch import load_kernel
 from fusible.kernels.sm90 import checked_products as ops
 from fusible.kernels.sm90 import tiles
 from fusible.kernels.sm90.spec import Spec, Tile, block_columns
+from fusible.recipes.formats import fp8_block
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
@@ -144,12 +150,30 @@ OPS = {
     "wgrad2": "wgrad",
 }
 INFERENCE = {"glu": "glu", "fc2": "store"}
+# Of FP8 operands, whose activation's backward is no part of a product.
+FP8 = {
+    "fp8 glu_keep": "glu",
+    "fp8 glu": "glu",
+    "fp8 fc2": "store",
+    "fp8 dgrad2": "store",
+    "fp8 dgrad1": "store",
+    "fp8 wgrad1": "wgrad",
+    "fp8 wgrad2": "wgrad",
+}
+KINDS = {**OPS, **INFERENCE, **FP8}
 FEW_ROWS = 4096  # with fewer, a shape is one of inference
 
 
-def ops_of(shape: Shape) -> dict[str, str]:
+def ops_of(shape: Shape, fp8: bool = False) -> dict[str, str]:
     """The ops measured, and the kind of kernel of each."""
-    return OPS if shape.rows >= FEW_ROWS else INFERENCE
+    if shape.rows < FEW_ROWS:
+        return {} if fp8 else INFERENCE
+    return FP8 if fp8 else OPS
+
+
+def table_of(op: str) -> dict[Tile, tiles.Cost]:
+    """The tiles that an op may get."""
+    return (tiles.FP8_TILES if op in FP8 else tiles.TILES)[KINDS[op]]
 
 
 def problem(op: str, shape: Shape) -> tuple[int, int, int, int]:
@@ -160,18 +184,19 @@ def problem(op: str, shape: Shape) -> tuple[int, int, int, int]:
         "glu": (inner, hidden),
         "fc2": (hidden, inner),
         "dglu": (inner, hidden),
+        "dgrad2": (inner, hidden),
         "dgrad1": (hidden, 2 * inner),
         "wgrad1": (2 * inner, hidden),
         "wgrad2": (hidden, inner),
-    }[op]
+    }[op.removeprefix("fp8 ")]
     return rows, experts, columns, depth
 
 
 def chosen(op: str, shape: Shape, sms: int = 132) -> Tile:
     """The tile that an op gets."""
-    kind, (rows, *sizes) = {**OPS, **INFERENCE}[op], problem(op, shape)
-    major = "n" if op in ("dglu", "dgrad1") else "k"
-    return tiles.choose(kind, tiles.rows_bucket(rows, shape.experts), *sizes, sms, major)
+    rows, *sizes = problem(op, shape)
+    rows, major = tiles.rows_bucket(rows, shape.experts), "n" if op in ("dglu", "dgrad1") else "k"
+    return tiles.choose(KINDS[op], rows, *sizes, sms, major, scaled=op in FP8)
 
 
 # --- tiles ----------------------------------------------------------------------------------------
@@ -193,6 +218,14 @@ _WGRAD = {
     "128x128p": ("11d", "12d", "21d"),
     "128x192p": ("12d", "21d"),
     "192x128p": ("12d", "21d"),
+    "256x128c": ("12d", "21d"),
+    "128x256c": ("12d", "21d"),
+}
+_FP8 = {
+    "64x128p": ("11", "12", "12d"),
+    "64x256p": ("12d",),
+    "128x128p": ("11", "12", "21", "12d", "21d"),
+    "128x192c": ("12d", "21d"),
     "256x128c": ("12d", "21d"),
     "128x256c": ("12d", "21d"),
 }
@@ -223,10 +256,11 @@ def label(kind: str, tile: Tile) -> str:
 
 
 @functools.cache
-def tiles_of(kind: str) -> list[Tile]:
-    """Every tile measured for a kind of kernel: those of the grid and those that may be chosen."""
-    found = list(tiles.TILES[kind])
-    for shape, clusters in (_WGRAD if kind == "wgrad" else _GRID).items():
+def tiles_of(op: str) -> list[Tile]:
+    """Every tile measured for an op: those of the grid and those that may be chosen."""
+    found, kind = list(table_of(op)), KINDS[op]
+    grid = _FP8 if op in FP8 else _WGRAD if kind == "wgrad" else _GRID
+    for shape, clusters in grid.items():
         for cluster in clusters:
             tile = tile_of(f"{shape[:-1]}{'pp' if shape[-1] == 'p' else 'co'}{cluster}")
             if kind == "glu" and tile.n // 2 % 32:
@@ -238,13 +272,17 @@ def tiles_of(kind: str) -> list[Tile]:
 
 def spec_of(op: str, tile: Tile) -> Spec:
     """The kernel of an op in a tile."""
-    kind = {**OPS, **INFERENCE}[op]
-    major = "n" if op in ("dglu", "dgrad1") else "k"
+    kind, spec = KINDS[op], Spec(KINDS[op], tile)
+    if op in ("dglu", "dgrad1"):
+        spec = spec._replace(weight_major="n")
+    if op in FP8:
+        e4m3, scaling = "float8_e4m3fn", "rows" if kind == "wgrad" else "blocks"
+        spec = spec._replace(dtype=e4m3, b_dtype=e4m3, scaling=scaling)
     if kind not in ("glu", "dglu"):
-        return Spec(kind, tile, weight_major=major)
+        return spec
     stripe = tile.n // 2 if kind == "glu" else block_columns(kind, tile, "bfloat16")
-    layout = {"stripe": stripe, "paired": True, "save_preact": op == "glu_keep"}
-    return Spec(kind, tile, weight_major=major, scale="float32", activation="swiglu", **layout)
+    layout = {"stripe": stripe, "paired": True, "save_preact": op.endswith("glu_keep")}
+    return spec._replace(scale="float32", activation="swiglu", **layout)
 
 
 # --- compilation ----------------------------------------------------------------------------------
@@ -336,17 +374,48 @@ def tensors(shape: Shape, device: str = "cuda") -> dict[str, torch.Tensor]:
     }
 
 
+def quantized(t: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """The operands of `FP8` ops, by rows and by columns."""
+    both = {"rowwise": True, "columnwise": True}
+    found: dict[str, Any] = {name: t[name] for name in ("ends", "scales")}
+    for name in ("x", "act", "d_preact", "dy"):
+        found[name] = quantize_k_major(t[name], fp8_block(), **both, ends=t["ends"])
+    for name in ("w1", "w2"):
+        found[name] = quantize_k_major(t[name], fp8_block(block=(128, 128)), **both)
+    return found
+
+
+def _fp8_call(module: Any, q: dict[str, Any], op: str) -> Any:
+    """The result of an op of `FP8`."""
+    if op.endswith(("wgrad1", "wgrad2")):
+        dy, x = ("d_preact", "x") if op.endswith("1") else ("dy", "act")
+        a, b = q[dy].column, q[x].column
+        return module.grouped_wgrad(a.data, b.data, a.ends, None, a.scale, b.scale)
+    x, w, use = {
+        "fp8 fc2": ("act", "w2", "row"),
+        "fp8 dgrad2": ("dy", "w2", "column"),
+        "fp8 dgrad1": ("d_preact", "w1", "column"),
+    }.get(op, ("x", "w1", "row"))
+    a, b = q[x].row, getattr(q[w], use)
+    if KINDS[op] == "store":
+        return module.grouped_mm(a.data, [b.data], q["ends"], x_scale=a.scale, w_scale=b.scale)
+    keep = op.endswith("keep")
+    options = q["scales"], Glu(), None, keep, a.scale, b.scale
+    return module.grouped_glu(a.data, [b.data], q["ends"], *options)[not keep :]
+
+
 def call(module: Any, t: dict[str, torch.Tensor], op: str) -> Any:
     """The result of an op, by the kernels or by their definitions."""
+    if op in FP8:
+        return _fp8_call(module, t, op)
     ends, w1, w2 = t["ends"], [t["w1"]], [t["w2"]]
     if op == "fc2":
         return module.grouped_mm(t["act"], w2, ends)
     if op == "dgrad1":
         return module.grouped_mm(t["d_preact"], w1, ends, transpose_w=True)
-    if op == "wgrad1":
-        return module.grouped_wgrad(t["d_preact"], t["x"], ends)
-    if op == "wgrad2":
-        return module.grouped_wgrad(t["dy"], t["act"], ends)
+    if op in ("wgrad1", "wgrad2"):
+        dy, x = ("d_preact", "x") if op == "wgrad1" else ("dy", "act")
+        return module.grouped_wgrad(t[dy], t[x], ends)
     if op == "dglu":
         return module.grouped_dglu(t["dy"], w2, ends, t["preact"], t["scales"], Glu())
     keep = op == "glu_keep"
@@ -380,17 +449,21 @@ Task = tuple[str, Tile]
 
 
 def check_in_process(tasks: list[Task], begun: Any, results: Any) -> None:
-    """Compare results with FP32 math; announce each task, then send how far its result is off."""
-    shape = Shape("checked", 328, 264, len(_CHECKED), sum(_CHECKED))
+    """Compare results with FP32 math; announce each task, then send what is wrong, if anything."""
+    shape = Shape("checked", 336, 320, len(_CHECKED), sum(_CHECKED))
     t = tensors(shape)
     t["ends"] = torch.tensor(_CHECKED).cumsum(0).int().cuda()
     wide = {k: v.cpu() if k in ("ends", "starts") else v.cpu().float() for k, v in t.items()}
-    wants: dict[str, Any] = {}
+    q, wants = quantized(t), {}
     for op, tile in tasks:
-        if op not in wants:
-            wants[op] = call(definitions, wide, op)
         begun.value += 1
-        results.put(error(in_a_tile(t, op, tile), wants[op]).item())
+        try:
+            if op not in wants:
+                wants[op] = call(definitions, q if op in FP8 else wide, op)
+            off = error(in_a_tile(q if op in FP8 else t, op, tile), wants[op]).item()
+            results.put("" if off < _TOLERANCE else f"off by {off:.1e}")
+        except Exception as why:
+            results.put(f"{type(why).__name__}: {why}")
 
 
 def check_all(tasks: list[Task], context: Any) -> dict[Task, str]:
@@ -406,9 +479,8 @@ def check_all(tasks: list[Task], context: Any) -> dict[Task, str]:
         done = 0
         try:
             for op, tile in tasks:
-                off = results.get(timeout=60 if done == 0 else 20)
-                if not off < _TOLERANCE:
-                    wrong[op, tile] = f"off by {off:.1e}"
+                if why := results.get(timeout=60 if done == 0 else 20):
+                    wrong[op, tile] = why
                 done += 1
         except queue.Empty:
             wrong[tasks[done]] = f"no result ({begun.value - done} begun)"
@@ -474,13 +546,20 @@ def is_peer(name: str) -> bool:
 
 
 def measure_shape(
-    shape: Shape, wrong: Container[Task], quack: dict[str, list[str]], flush: torch.Tensor
+    shape: Shape,
+    fp8: bool,
+    wrong: Container[Task],
+    quack: dict[str, list[str]],
+    flush: torch.Tensor,
 ) -> list[dict]:
     """The cells of a shape, without tiles whose results are wrong."""
-    t, cells = tensors(shape), []
-    torchs = torch_calls(t)
-    for op, kind in ops_of(shape).items():
-        every = [one for one in tiles_of(kind) if (op, one) not in wrong]
+    ops, cells = ops_of(shape, fp8), []
+    if not ops:
+        return cells
+    t = quantized(tensors(shape)) if fp8 else tensors(shape)
+    torchs = {} if fp8 else torch_calls(t)
+    for op, kind in ops.items():
+        every = [one for one in tiles_of(op) if (op, one) not in wrong]
         calls = {label(kind, one): functools.partial(in_a_tile, t, op, one) for one in every}
         want = in_a_tile(t, op, every[0])
         errors = {name: error(run(), want) for name, run in calls.items()}
@@ -511,7 +590,7 @@ def split(cell: dict) -> tuple[dict[str, float], dict[str, float]]:
 
 def is_judged(cell: dict) -> bool:
     """Whether the model can know a cell: not a weight gradient of one group that has all rows."""
-    return not (cell["op"].startswith("wgrad") and Shape(*cell["shape"]).split == "one")
+    return not ("wgrad" in cell["op"] and Shape(*cell["shape"]).split == "one")
 
 
 def regret_of(cell: dict) -> tuple[float, str]:
@@ -521,7 +600,7 @@ def regret_of(cell: dict) -> tuple[float, str]:
     """
     ours, _ = split(cell)
     op, shape = cell["op"], Shape(*cell["shape"])
-    now = label({**OPS, **INFERENCE}[op], chosen(op, shape))
+    now = label(KINDS[op], chosen(op, shape))
     return ours.get(now, max(ours.values())) / min(ours.values()) - 1, now
 
 
@@ -611,26 +690,24 @@ class _Fitted:
     """Times of cells by tile, and the logarithms of what is fitted to them."""
 
     def __init__(self, cells: list[dict]) -> None:
-        kinds, by_tile = {**OPS, **INFERENCE}, collections.defaultdict(list)
+        by_tile = collections.defaultdict(list)
         for i, cell in enumerate(cells):
-            kind, shape = kinds[cell["op"]], Shape(*cell["shape"])
+            kind, shape = KINDS[cell["op"]], Shape(*cell["shape"])
             rows, groups, *rest = problem(cell["op"], shape)
             sizes = tiles.rows_bucket(rows, groups), groups, *rest
             for name, ms in split(cell)[0].items():
-                by_tile[kind, tile_of(name)].append((i, *sizes, ms))
-        self.count, start, cells_of, times = len(cells), [], [], []
-        self.sizes: dict[tuple[str, Tile], torch.Tensor] = {}
-        for (kind, tile), found in by_tile.items():
+                by_tile[kind, cell["op"] in FP8, tile_of(name)].append((i, *sizes, ms))
+        self.count, start, cells_of, times, may = len(cells), [], [], [], []
+        self.sizes: dict[tuple[str, bool, Tile], torch.Tensor] = {}
+        for (kind, fp8, tile), found in by_tile.items():
             cell, *sizes, ms = torch.tensor(found, dtype=torch.float64).T
-            self.sizes[kind, tile] = torch.stack(sizes)
+            self.sizes[kind, fp8, tile] = torch.stack(sizes)
             cells_of.append(cell.long())
             times.append(1000 * ms)
-            start.append(tiles.TILES[kind].get(tile, (tile.m * tile.n / 45, 2000, 1500)))
-        self.cell, self.times = torch.cat(cells_of), torch.cat(times)
-        self.may = torch.cat([
-            torch.full((part.shape[1],), tile in tiles.TILES[kind])
-            for (kind, tile), part in self.sizes.items()
-        ])  # fmt: skip
+            table = (tiles.FP8_TILES if fp8 else tiles.TILES)[kind]
+            start.append(table.get(tile, (tile.m * tile.n / 45, 2000, 1500)))
+            may.append(torch.full(cell.shape, tile in table))
+        self.cell, self.times, self.may = (torch.cat(each) for each in (cells_of, times, may))
         self.costs = torch.tensor(start, dtype=torch.float64).log().requires_grad_()
         self.shared = torch.tensor(tiles.MEASURED, dtype=torch.float64).log().requires_grad_()
         self.parameters, self.start = [self.costs, self.shared], self.costs.detach().clone()
@@ -639,8 +716,10 @@ class _Fitted:
         """What is minimised; ``temperature``: the relative time within which choices are alike."""
         constants = tiles.Constants(*self.shared.exp())
         expected = torch.cat([
-            tiles.microseconds(kind, tile, *sizes, 132, tiles.Cost(*cost.exp()), constants)
-            for ((kind, tile), sizes), cost in zip(self.sizes.items(), self.costs, strict=True)
+            tiles.microseconds(kind, tile, *sizes, 132, fp8, tiles.Cost(*cost.exp()), constants)
+            for ((kind, fp8, tile), sizes), cost in zip(
+                self.sizes.items(), self.costs, strict=True
+            )
         ]).log()  # fmt: skip
         best = torch.full((self.count,), math.inf, dtype=torch.float64)
         best = best.scatter_reduce(0, self.cell, self.times, "amin")[self.cell]
@@ -663,8 +742,9 @@ class _Fitted:
     def __str__(self) -> str:
         """The costs of each tile, and the constants."""
         lines = [
-            f"{kind} {label(kind, tile)}: {tiles.Cost(*[float(f'{c:.3g}') for c in cost])}"
-            for (kind, tile), cost in zip(self.sizes, self.costs.exp().tolist(), strict=True)
+            f"{'fp8 ' * fp8}{kind} {label(kind, tile)}: "
+            f"{tiles.Cost(*[float(f'{c:.3g}') for c in cost])}"
+            for (kind, fp8, tile), cost in zip(self.sizes, self.costs.exp().tolist(), strict=True)
         ]
         return "\n".join([*lines, str(tiles.Constants(*self.shared.exp().tolist()))])
 
@@ -678,6 +758,7 @@ def main() -> None:
     parser.add_argument("--quack", type=int, default=12, help="how many of quack's tiles")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--drawn", type=int, nargs=2, help="shapes drawn at random")
+    parser.add_argument("--fp8", action="store_true", help="products of FP8 operands")
     parser.add_argument("--fit", type=Path, nargs="*", help="JSON files to fit the model to")
     parser.add_argument("--steps", type=int, default=1500, help="of --fit")
     parser.add_argument("--draw", type=Path, help="JSON file to draw and to report")
@@ -692,8 +773,9 @@ def main() -> None:
         fit(cells, options.steps)
         return
     measured: dict[str, Any] = {"environment": environment(), "cells": []}
-    every = {**OPS, **INFERENCE}
-    specs = {spec_of(op, tile) for op, kind in every.items() for tile in tiles_of(kind)}
+    every = FP8 if options.fp8 else {**OPS, **INFERENCE}
+    tasks = [(op, tile) for op in every for tile in tiles_of(op)]
+    specs = {spec_of(*task) for task in tasks}
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(os.cpu_count(), context) as pool:
         ours = [pool.submit(compile_spec, spec) for spec in specs]
@@ -701,11 +783,11 @@ def main() -> None:
             (op, tile): pool.submit(compile_quack, op, tile)
             for tile in QUACK_TILES[: options.quack]
             for op in every
+            if not options.fp8
         }
         for one in ours:
             one.result()
         print(f"{time.monotonic() - begin:.0f} s: {len(specs)} kernels compiled", flush=True)
-        tasks = [(op, tile) for op, kind in every.items() for tile in tiles_of(kind)]
         wrong = check_all(tasks, context)
         print(f"{time.monotonic() - begin:.0f} s: {len(tasks)} compared with FP32 math; "
               f"{len(wrong)} wrong", flush=True)  # fmt: skip
@@ -723,7 +805,7 @@ def main() -> None:
     for shape in shapes:
         if time.monotonic() - begin > options.seconds:
             break
-        measured["cells"] += measure_shape(shape, wrong, quack, flush)
+        measured["cells"] += measure_shape(shape, options.fp8, wrong, quack, flush)
         torch.cuda.empty_cache()
         print(f"{time.monotonic() - begin:.0f} s: {shape}", flush=True)
         if options.out:

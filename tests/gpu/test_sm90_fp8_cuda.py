@@ -122,9 +122,8 @@ def test_product_with_bias(scaled):
 
 TILES = [
     *{tile for choices in FP8_TILES.values() for tile in choices},
+    Tile(64, 128, True, 1, 2),
     Tile(256, 128, False, 1, 2, dynamic=True),
-    Tile(128, 192, False, 2, 1, dynamic=True),
-    Tile(128, 256, False, 1, 2, dynamic=True),
 ]
 
 

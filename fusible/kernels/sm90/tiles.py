@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from fusible.kernels.sm90.spec import Tile
 
+_SINGLE = Tile(128, 128, True, 1, 1)
 _SMALL = Tile(128, 128, True, 1, 2)
 _SMALL_DYNAMIC = _SMALL._replace(dynamic=True)
 _SMALL_2X1 = Tile(128, 128, True, 2, 1, dynamic=True)
@@ -18,6 +19,7 @@ _WIDE = Tile(128, 192, True, 1, 2, dynamic=True)
 _WIDE_2X1 = Tile(128, 192, True, 2, 1, dynamic=True)
 _TALL = Tile(192, 128, True, 1, 2, dynamic=True)
 _LOW = Tile(64, 64, True, 1, 1), Tile(64, 128, True, 1, 1), Tile(64, 128, True, 1, 2)
+_LOW_WIDE = Tile(64, 256, True, 1, 2, dynamic=True)
 _LARGE = tuple(
     Tile(m, n, False, cluster_m, cluster_n, dynamic=True)
     for m, n in ((128, 256), (256, 128))
@@ -55,7 +57,7 @@ TILES: dict[str, dict[Tile, Cost]] = {
         _LOW[0]: Cost(186, 1150, 1600),
         _LOW[1]: Cost(225, 3080, 2310),
         _LOW[2]: Cost(202, 4080, 2960),
-        Tile(64, 256, True, 1, 2, dynamic=True): Cost(484, 4990, 1450),
+        _LOW_WIDE: Cost(484, 4990, 1450),
         _SMALL: Cost(347, 2300, 1600),
         _SMALL_DYNAMIC: Cost(318, 751, 3470),
         _SMALL_2X1: Cost(322, 1610, 1730),
@@ -106,13 +108,31 @@ TILES["dact"] = {
         )
     },
 }
-# Of FP8 operands.
-FP8_TILES = {
-    "store": (_SMALL, _SMALL_DYNAMIC, _SMALL_2X1),
-    "glu": (_SMALL, _SMALL_DYNAMIC, _SMALL_2X1),
-    "act": (_SMALL, _SMALL_DYNAMIC, _SMALL_2X1),
-    "wgrad": (_SMALL_DYNAMIC, _SMALL_2X1),
+# The same of FP8 operands.
+FP8_TILES: dict[str, dict[Tile, Cost]] = {
+    "store": {
+        _SINGLE: Cost(250, 702, 5210),
+        _SMALL_DYNAMIC: Cost(196, 1010, 7700),
+        _SMALL_2X1: Cost(229, 641, 845),
+        _LOW_WIDE: Cost(237, 358, 1550),
+        Tile(128, 192, False, 1, 2, dynamic=True): Cost(341, 1110, 1410),
+        _LARGE[1]: Cost(437, 350, 6020),
+    },
+    "glu": {
+        _SINGLE: Cost(261, 766, 4260),
+        _SMALL_DYNAMIC: Cost(217, 493, 6610),
+        _LOW_WIDE: Cost(230, 1100, 722),
+        _LARGE[0]: Cost(410, 864, 27200),
+        _LARGE[1]: Cost(471, 1160, 1500),
+    },
+    "wgrad": {
+        _SMALL_DYNAMIC: Cost(306, 590, 1460),
+        _LOW_WIDE: Cost(266, 691, 4530),
+        Tile(128, 192, False, 2, 1, dynamic=True): Cost(434, 574, 1140),
+        _LARGE[1]: Cost(647, 503, 2750),
+    },
 }
+FP8_TILES["act"] = FP8_TILES["glu"]
 
 
 def rows_bucket(rows: int, groups: int) -> int:
@@ -128,16 +148,25 @@ def rows_bucket(rows: int, groups: int) -> int:
 
 
 def supports_tile(
-    kind: str, tile: Tile, major: str, interleave: int, bias: bool, activation: str = ""
+    kind: str,
+    tile: Tile,
+    major: str,
+    interleave: int,
+    bias: bool,
+    activation: str = "",
+    scaled: bool = False,
 ) -> bool:
     """Whether a kernel of ``kind`` can have a tile, for a weight of that ``major``.
 
     More than 128 sums a thread leave no registers for biases and, of a gated one, transposed
     weights and narrow stripes; nor, in three slabs of 64 rows, for SiTUGLU; nor, in the backward of
     an activation, for stripes of 16 and, in clusters of two rows, for GEGLU. A gated one has
-    columns of whole stripes. Where its gate and linear columns lie apart, each half of a transposed
+    columns of whole stripes. FP8 products (``scaled``) of 256 columns have no registers for biases
+    and SiTUGLU. Where its gate and linear columns lie apart, each half of a transposed
     weight's columns fills a row of shared memory, 64.
     """
+    if scaled and tile.n > 192 and (bias or activation == "situglu"):
+        return False
     spacious = tile.slabs * tile.n <= 256
     if kind == "dglu":
         return spacious or (interleave != 16 and (tile.cluster_m == 1 or activation != "geglu"))
@@ -176,6 +205,7 @@ def microseconds(
     columns: Any,
     depth: Any,
     sms: int,
+    scaled: bool = False,
     cost: Any = None,
     constants: Any = MEASURED,
 ) -> Any:
@@ -183,7 +213,8 @@ def microseconds(
 
     Rows grouped: ``columns`` of the output, of activations if it is gated, and ``depth`` of the
     reduction. Weight gradients: matrices ``[columns, depth]``, of which each has ``rows / groups``
-    of the reduction. ``cost`` is that of the tile, by default `TILES`'s.
+    of the reduction. ``scaled``: of FP8 operands. ``cost`` is that of the tile, by default of the
+    table.
 
     All groups are taken to have the same number of rows: other sizes are not known on the host, and
     models that averaged over some were no better. The GPU takes as many rounds of tiles as its
@@ -192,7 +223,8 @@ def microseconds(
 
     Sizes and costs may be tensors, for a fit (``benchmarks/sm90_grid.py --fit``).
     """
-    c, cost = constants, TILES[kind][tile] if cost is None else cost
+    c, cost = constants, (FP8_TILES if scaled else TILES)[kind][tile] if cost is None else cost
+    size = 1 if scaled else 2  # bytes of an element of an operand
     used = _larger(groups + rows - _larger(groups, rows), 1)  # groups that have rows
     of_group = rows / used
     height, width = tile.m * tile.cluster_m, tile.n // 2 if kind == "glu" else tile.n
@@ -200,18 +232,18 @@ def microseconds(
     if kind == "wgrad":
         down, reduction = 1, of_group / 64
         across = _ceil_div(columns, height) * _ceil_div(depth, width)
-        values = groups * columns * depth + rows * (columns + depth)
+        moved = 2 * groups * columns * depth + size * rows * (columns + depth)
     else:
         down, reduction = _ceil_div(of_group, height), _ceil_div(depth, 64)
         across = _ceil_div(columns, width)
         weights = (2 if kind == "glu" else 1) * columns * depth
         out = {"store": 1, "act": 2, "glu": 3, "dact": 3, "dglu": 5}[kind] * columns
-        values = used * weights * (1 + c.again * (down - 1)) + rows * (depth + out)
+        moved = size * used * weights * (1 + c.again * (down - 1)) + rows * (size * depth + 2 * out)
     full = used * down * across / (sms // (tile.cluster_m * tile.cluster_n))
     started, late = (c.started_dynamic, c.late_dynamic) if tile.dynamic else (c.started, c.late)
     rounds = _larger(full + started * (_ceil_div(full, 1) - full) + late, 1)
     computing = rounds * (cost.step * reduction + cost.tile) + cost.end
-    moving = 2 * values / c.memory
+    moving = moved / c.memory
     joined = (computing**c.sharpness + moving**c.sharpness) ** (1 / c.sharpness)
     return joined / 1000
 
@@ -238,9 +270,9 @@ def choose(
     scaled: bool = False,
 ) -> Tile:
     """The tile of a product, see `microseconds`; ``scaled``: of FP8 operands."""
-    needed = major, interleave, bias, activation
+    needed = major, interleave, bias, activation, scaled
     candidates = (FP8_TILES if scaled else TILES)[kind]
     return min(
         [tile for tile in candidates if supports_tile(kind, tile, *needed)],
-        key=lambda tile: microseconds(kind, tile, rows, groups, columns, depth, sms),
+        key=lambda tile: microseconds(kind, tile, rows, groups, columns, depth, sms, scaled),
     )

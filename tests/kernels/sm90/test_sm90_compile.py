@@ -88,18 +88,23 @@ def fp8_variants(kind, tile):
     """The same of FP8 operands."""
     halves = {"paired": True, "stripe": tile.n // 2}
     usual = str(tile) == "128x128pp12d"
+    bias = supports_tile(kind, tile, "k", 0, True, scaled=True)
     if kind == "store":
-        yield {**FP8, "b_dtype": "float8_e5m2", "bias": True, "scale": "float32"}
+        yield {**FP8, "b_dtype": "float8_e5m2", "bias": bias, "scale": "float32"}
         if usual:
             yield FP8
     elif kind == "glu":
-        yield {**FP8, **QGEGLU, **SINGLE_COLUMNS, "save_preact": True, "bias": True}
+        yield {**FP8, **QGEGLU, **SINGLE_COLUMNS, "save_preact": True, "bias": bias}
         yield {**FP8, **SWIGLU, **halves, "save_preact": True}
+        if supports_tile(kind, tile, "k", 0, False, "situglu", True):
+            situglu = {"activation": "situglu", "scale": "float32"}
+            yield {**FP8, **situglu, **halves, "save_preact": True}
         if usual:
             yield {**FP8, **SWIGLU, **halves, "save_preact": False}
             yield {**FP8, **QGEGLU, **BLOCKS_OF_16, "save_preact": True, "bias": True}
     elif kind == "act":
-        yield {**FP8, "activation": "gelu", "save_preact": True, "scale": "float32"}
+        of_rows = {"activation": "gelu", "scale": "float32", "bias": bias}
+        yield {**FP8, **of_rows, "save_preact": True}
     elif kind == "wgrad":
         into = {"out_dtype": "float32", "accumulate": True, "table": True}
         yield {**FP8, "scaling": "rows", **into}
@@ -223,9 +228,8 @@ def test_shared_memory_fits(spec):
     used += (2 * spec.out_blocks + spec.sides * spec.preact_slots) * spec.block_bytes
     used += spec.zero_bytes
     assert used <= SHARED_BYTES - 1024
-    assert spec.stages >= 3
     assert spec.stages % spec.rings == 0
-    assert spec.stages >= 3 * spec.rings
+    assert spec.stages >= (3 if spec.rings == 1 else 4)
     assert spec.out_blocks >= (1 if spec.is_backward or spec.scaling == "rows" else 2)
 
 

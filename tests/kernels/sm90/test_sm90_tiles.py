@@ -1,5 +1,6 @@
 """The tile that a product gets: a function of sizes that the host knows."""
 
+import functools
 import json
 import statistics
 import sys
@@ -71,24 +72,29 @@ def test_the_tile_follows_the_rows_of_a_group():
 
 
 def test_a_model_of_the_time_grows_with_the_work():
-    sizes = {"rows": 8192, "groups": 64, "columns": 1024, "depth": 2048}
-    for kind, tiles in TILES.items():
-        for tile in tiles:
-            time = microseconds(kind, tile, **sizes, sms=SMS)
+    for scaled, table in enumerate((TILES, FP8_TILES)):
+        for kind, tile in [(kind, tile) for kind, tiles in table.items() for tile in tiles]:
+            sizes = {"rows": 8192, "groups": 64, "columns": 1024, "depth": 2048}
+            expected = functools.partial(microseconds, kind, tile, scaled=bool(scaled))
+            time = expected(**sizes, sms=SMS)
             for name, size in sizes.items():
-                more = {**sizes, name: 4 * size}
-                assert microseconds(kind, tile, **more, sms=SMS) >= time
-            assert microseconds(kind, tile, **sizes, sms=SMS // 2) >= time
+                assert expected(**{**sizes, name: 4 * size}, sms=SMS) >= time
+            assert expected(**sizes, sms=SMS // 2) >= time
 
 
 @pytest.mark.parametrize(
     ("file", "cells", "within", "behind"),
-    [("sm90_grid", 240, 0.92, 0.015), ("sm90_drawn", 380, 0.85, 0.023)],
+    [
+        ("sm90_grid", 240, 0.92, 0.015),
+        ("sm90_drawn", 380, 0.85, 0.023),
+        ("sm90_fp8_grid", 250, 0.94, 0.013),
+        ("sm90_fp8_drawn", 200, 0.88, 0.019),
+    ],
 )
 def test_the_chosen_tile_is_nearly_the_best_that_was_measured(file, cells, within, behind):
     """Within 5 % in that share of the cells, and so far behind it on average.
 
-    The model was fitted to the first file, among others, and not to the second.
+    The model was fitted to these files, but for the second.
     """
     regrets = [
         sm90_grid.regret_of(cell)[0]
@@ -112,3 +118,13 @@ def test_a_gated_product_gets_only_tiles_that_take_it():
                 assert interleave == 0 or max(width, interleave) % min(width, interleave) == 0
                 if major == "n" or bias or interleave in (1, 4):
                     assert tile.slabs * tile.n <= 256
+
+
+def test_fp8_products_of_256_columns_have_no_bias():
+    for kind, choices in FP8_TILES.items():
+        for tile in choices:
+            takes = functools.partial(supports_tile, kind, tile, "k", 0, scaled=True)
+            assert takes(False)
+            assert takes(True) == (tile.n <= 192)
+        if kind != "wgrad":
+            assert chosen(kind, 4096, 64, 2048, 2048, bias=True, scaled=True).n <= 192
