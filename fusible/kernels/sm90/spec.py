@@ -234,7 +234,7 @@ class Spec(NamedTuple):
     def _least_out_blocks(self) -> int:
         """Least output blocks of a warpgroup: 1 in a backward, whose gradients need none, else 2.
 
-        Also 1 if stages hold FP8 scales, which leaves each warpgroup three stages.
+        Also 1 if stages hold FP8 scales, which leaves room for one more stage.
         """
         return 1 if self.is_backward or self.scaling == "rows" else 2
 
