@@ -1,5 +1,6 @@
 """Products of few rows with stored weights: numbers on arrays, the ops on the CPU, compilation."""
 
+import itertools
 import re
 
 import numpy as np
@@ -118,18 +119,26 @@ def test_tiles_fit(fmt, rows, depth):
     assert not (spec.scales_sums and row_tiles == 4)
 
 
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("row_tiles", [1, 2, 4])
-@pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.name)
-def test_kernels_compile_with_few_spills(fmt, row_tiles, gated, capfd, tmp_path):
+def compiled_specs():
+    """Every pair of format, number of rows and epilogue; each format with most rows in both."""
+    for i, fmt in enumerate(FORMATS):
+        for j, row_tiles in enumerate((1, 2, 4)):
+            for gated in (False, True):
+                spec = FewRowsSpec(fmt, table=gated, bias=gated, scale="f32", row_tiles=row_tiles)
+                if spec.scales_sums and row_tiles == 4:
+                    continue  # not chosen: see test_tiles_fit
+                if gated:
+                    of_glu = {"activation": "swiglu", "gated": True, "interleave": 32}
+                    spec = spec._replace(**of_glu, warps_across=2)
+                if row_tiles == 4 or (i + j) % 2 == gated:
+                    yield pytest.param(spec, id=f"{fmt.name}-{row_tiles}-{gated}")
+
+
+@pytest.mark.parametrize("spec", [*compiled_specs()])
+def test_kernels_compile_with_few_spills(spec, capfd, tmp_path):
     pytest.importorskip("cutlass")
     from fusible.kernels.runtime.launch import compile_kernel
 
-    spec = FewRowsSpec(fmt, table=gated, bias=gated, scale="f32", row_tiles=row_tiles)
-    if spec.scales_sums and row_tiles == 4:
-        pytest.skip("not chosen: see test_tiles_fit")
-    if gated:
-        spec = spec._replace(activation="swiglu", gated=True, interleave=32, warps_across=2)
     options = f"--gpu-arch sm_90a remarks{{ptx}} --keep-ptx --dump-dir={tmp_path}"
     compile_kernel("few_rows.product.product", (spec,), options)
     report = "".join(capfd.readouterr())
@@ -293,15 +302,23 @@ def calls(monkeypatch):
     return made
 
 
-@pytest.mark.parametrize("usage", ["inference", "training"])
-@pytest.mark.parametrize("separate", [False, True])
-@pytest.mark.parametrize("recipe", RECIPES, ids=str)
-def test_inference_multiplies_weights_as_they_are_stored(recipe, separate, usage, monkeypatch):
+def stored_and_plain(recipe, separate, usage):
+    """A block of stored weights, and one of their values."""
     block = fz.quantize_(mlp(separate), recipe, usage=usage)
     plain = mlp(separate)
     with torch.no_grad():
         for own, given in zip(plain.parameters(), block.parameters(), strict=True):
             own.copy_(given)
+    return block, plain
+
+
+KEPT = [*itertools.product(RECIPES, (False, True), ("inference", "training"))]
+"""Recipe, whether weights are separate, and what they are kept for."""
+
+
+@pytest.mark.parametrize(("recipe", "separate", "usage"), KEPT, ids=str)
+def test_inference_multiplies_weights_as_they_are_stored(recipe, separate, usage, monkeypatch):
+    block, plain = stored_and_plain(recipe, separate, usage)
     given, made = arguments(), calls(monkeypatch)
     with torch.no_grad():
         want = plain(*given)
@@ -314,15 +331,26 @@ def test_inference_multiplies_weights_as_they_are_stored(recipe, separate, usage
             made.clear()
             assert torch.equal(block(*given), want)
         assert made == ["stored_glu", "stored_mm"]
-        torch.compiler.reset()
-        compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
-        assert torch.equal(compiled(*given), want)
     x = given[0].clone().requires_grad_()
     before = len(made)
     block(x, *given[1:]).sum().backward()
     # The first linear's input needs its gradient, and so does the second's.
     assert len(made) == before
     assert x.grad is not None
+
+
+# Every pair of the three: of each four, two in turn.
+@pytest.mark.parametrize(
+    ("recipe", "separate", "usage"),
+    [case for i, case in enumerate(KEPT) if i // 4 % 2 == i // 2 % 2 ^ i % 2],
+    ids=str,
+)
+def test_compiled_inference_gives_the_same(recipe, separate, usage, fresh_compiler):
+    block, plain = stored_and_plain(recipe, separate, usage)
+    given = arguments()
+    with torch.no_grad():
+        compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(*given), plain(*given))
 
 
 def block_plan(block, given):

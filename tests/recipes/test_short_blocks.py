@@ -97,10 +97,10 @@ def products_in_fp64(mlp, x, splits, scales, dy):
     ("fused", "hidden", "inner"),
     [
         ((), 320, 160),
-        (("grouped_mlp_sm90_fp8",), 2880, 2880),
+        (("grouped_mlp_sm90_fp8",), 576, 576),  # half a block at the end, as 2880
     ],
 )
-def test_gpt_oss_trains_under_blocks_of_128(fused, hidden, inner):
+def test_short_blocks_train_under_blocks_of_128(fused, hidden, inner):
     """Three steps of SGD, each with the FP64 products of the dequantized operands, and downhill."""
     mlp = moe_mlp(hidden, inner)
     splits, scales = torch.tensor([5, 3]), torch.rand(8)

@@ -95,23 +95,32 @@ def transposed(w):
     return w.mT.contiguous().mT
 
 
-def every_configuration(recipe, single, groups, device="cpu"):
+def every_configuration(recipe, single, groups, device="cpu", pairs=True):
     """Modules and inputs that call every kernel of a recipe, over all options that it knows.
 
     With ``single``, those of dense weights, else of pointers to them. Each comes with whether its
-    sums shall have an order.
+    sums shall have an order. Without ``pairs``, every option but not with every other one: those
+    of each recipe and each kind of weights are others, and all pairs together.
     """
     sizes = [20, *[0] * (groups - 2), 30]
     # Bias, whether sums shall have an order, activation: what is told apart by some kernel.
     biases = [("none", False), ("none", True), ("plain", False)]
     acts = (SWIGLU, GEGLU) if recipe is None else (SWIGLU, GEGLU, SITUGLU)
-    mlps = [(*bias, act) for bias in biases for act in acts]
+    shift = [*RECIPES.values()].index(recipe) + (not single)
+    mlps = [
+        (*bias, act)
+        for i, bias in enumerate(biases)
+        for j, act in enumerate(acts)
+        if pairs or (i + shift) % len(acts) == j
+    ]
     for bias, ordered, act in [*mlps, ("scaled", False, SWIGLU)]:
         options = {**SINGLE, "single_grouped_weight": single, "bias": bias != "none"}
         module = module_of(recipe, options, act, groups, bias == "scaled", device)
         name = f"mlp, {bias} bias, {type(act).__name__}{', ordered' if ordered else ''}"
         yield name, module, inputs_of(module, sizes, 60, device), ordered
     for dtype, overwrite in product((torch.float32, BF16), (True, False)):
+        if not (pairs or single) and overwrite == ((dtype == BF16) == (recipe is None)):
+            continue
         linear = linear_with_main_grad(recipe, single, dtype, overwrite, groups, device)
         x = torch.randn(60, 128, dtype=BF16, device=device)
         name = f"linear, {'written' if overwrite else 'added'} {dtype} main grad"

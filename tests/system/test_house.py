@@ -143,7 +143,7 @@ def test_import_is_quick() -> None:
         "ours = process_time(); import fusible;"
         "print((process_time() - ours) / (ours - start))"
     )
-    assert min(float(run_python(code)) for _ in range(3)) < 0.15
+    assert any(float(run_python(code)) < 0.15 for _ in range(3))
 
 
 def test_tables_of_pages_are_up_to_date() -> None:

@@ -94,7 +94,7 @@ def calls_of(module, given, recipe, compiling=True):
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_grouped_mlp_is_what_the_front_end_takes(case):
-    """By its support check; `test_every_configuration_compiles` compiles these kernels."""
+    """By its support check; `test_every_option_compiles` compiles these kernels."""
     recipe, options, act = CASES[case]
     module = module_of(recipe, options, act)
     with sums_in_order("pointers" in case):
@@ -118,9 +118,10 @@ def test_the_grouped_mlp_is_what_the_front_end_takes(case):
     ids=["mxfp8", "mxfp8 pointers", "nvfp4", "bf16", "bf16 pointers"],
 )
 def test_gradients_are_added_to_main_grads(recipe, single, dtype):
+    """By kernels that `test_every_option_compiles` compiles."""
     linear = linear_with_main_grad(recipe, single, dtype, False)
     given = torch.randn(30, 128, dtype=BF16), torch.tensor([10, 8, 12])
-    kernels, _ = calls_of(linear, given, recipe)
+    kernels, _ = calls_of(linear, given, recipe, compiling=False)
     assert kernels.calls[-1] == "grouped_gemm_wgrad_wrapper_sm100"
     assert all(p.main_grad.any() for p in linear.parameters())
 
@@ -153,18 +154,27 @@ def test_every_configuration_is_supported(recipe, single):
 
 
 @configurations
-def test_every_configuration_compiles(recipe, single):
-    """And all of them cross-compiled, with the compiler's own checks of the arguments.
+def test_every_option_compiles(recipe, single):
+    """And cross-compiled, with the compiler's own checks of the arguments.
+
+    Every option of each kernel; every pair of them in one of the recipes and kinds of weights.
 
     Then, by the same kernels where these fit, of tensors that lie anywhere: odd addresses,
     transposed weights, one group, no rows are copied where a kernel wants it. Those of separate
     weights, which differ from whole ones by a table of addresses, are checked for support alone.
     """
-    cases = every_configuration(recipe, single, groups=6)  # as no other test of this process
+    cases = every_configuration(recipe, single, groups=6, pairs=False)  # as no other test's
     found, compiled = run_all(cases, recipe, compiling=True)
-    assert len(found) == count_of(recipe, single)
+    everything, _ = run_all(every_configuration(recipe, single, groups=2), recipe, compiling=False)
+    assert everything > found
+    assert options_of(everything) == options_of(found)
     assert compiled >= len(found)
     run_all(every_layout(recipe, single, groups=6), recipe, compiling=single)
+
+
+def options_of(configurations):
+    """Each value of each argument of each kernel."""
+    return {(name, *option) for name, options in configurations for option in options}
 
 
 def test_one_group_no_rows_and_another_row_count():

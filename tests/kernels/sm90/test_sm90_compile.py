@@ -32,10 +32,11 @@ def variants(kind, tile):
         if usual:
             yield {"weight_major": "k"}
     elif kind == "glu" and not supports_tile("glu", tile, "n", 0, True):
-        for stripe in (0, 8, 32) if tile.cluster_m == 1 else (0,):
-            layout = {"paired": False, "stripe": stripe} if stripe else halves
-            yield {**QGEGLU, **layout, "save_preact": False, "table": True}
-            yield {**SWIGLU, **layout, "save_preact": True}
+        yield {**QGEGLU, **halves, "save_preact": False, "table": True}
+        yield {**SWIGLU, **halves, "save_preact": True}
+        if tile.cluster_m == 1:
+            yield {**SWIGLU, "paired": False, "stripe": 8, "save_preact": True}
+            yield {**QGEGLU, "paired": False, "stripe": 32, "save_preact": True, "table": True}
     elif kind == "glu":
         yield {**QGEGLU, **SINGLE_COLUMNS, "save_preact": True, "bias": True, "weight_major": "n"}
         major = "n" if supports_tile(kind, tile, "n", 0, True) else "k"
@@ -61,7 +62,10 @@ def variants(kind, tile):
 
 
 def other_activations():
-    """Those left, each with its backward, on the tiles that leave the fewest registers."""
+    """Those left, each with its backward, on the tiles that leave the fewest registers.
+
+    Of each shape that is the last, whose clusters have two rows: see ``supports_tile``.
+    """
     act, dact = [*TILES["act"]][-1], [*TILES["dact"]][-1]
     yield Spec("act", act, activation="srelu", save_preact=False, weight_major="n", table=True)
     for name, scale in (("qgelu", "float32"), ("relu", "float32"), ("silu", ""), ("srelu", "")):
@@ -73,7 +77,8 @@ def other_activations():
         for kind in ("glu", "dglu") if name in ("geglu", "situglu") else ("dglu",):
             sums = max(tile.slabs * tile.n for tile in TILES[kind])
             large = [tile for tile in TILES[kind] if tile.slabs * tile.n == sums]
-            for tile in [tile for tile in large if supports_tile(kind, tile, "k", 0, False, name)]:
+            fit = [tile for tile in large if supports_tile(kind, tile, "k", 0, False, name)]
+            for tile in {(tile.m, tile.n): tile for tile in fit}.values():
                 stripe = tile.n // 2 if kind == "glu" else 32
                 layout = {"paired": True, "stripe": stripe, "save_preact": kind == "glu"}
                 major = "k" if kind == "glu" else "n"
@@ -140,7 +145,7 @@ def enough(specs):
     """Those of which no earlier ones have every pair that the code treats together.
 
     The accumulators and the epilogue depend on the options and the tile's shape; loads on its
-    cluster and each option; how tiles are assigned, and slots of pre-activations, on the kind.
+    cluster and each of `LOADS`; how tiles are assigned, and slots of pre-activations, on the kind.
     """
     seen = set()
     for spec in specs:
@@ -149,13 +154,13 @@ def enough(specs):
         options = spec._replace(tile=shape, stripe=-1 if spec.paired else spec.stripe)
         cluster = tile.cluster_m, tile.cluster_n
         pairs = {options, (kind, tile)}
-        pairs |= {(kind, cluster, field, getattr(spec, field)) for field in OPTIONS}
+        pairs |= {(kind, cluster, field, getattr(spec, field)) for field in LOADS}
         if not pairs <= seen:
             yield spec
         seen |= pairs
 
 
-OPTIONS = [field for field in Spec._fields if field not in ("kind", "tile", "stripe")]
+LOADS = "dtype", "b_dtype", "weight_major", "table", "paired"
 
 
 def resources(cubin):
