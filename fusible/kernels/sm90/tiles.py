@@ -159,11 +159,11 @@ def supports_tile(
     """Whether a kernel of ``kind`` can have a tile, for a weight of that ``major``.
 
     More than 128 sums a thread leave no registers for biases and, of a gated one, transposed
-    weights and narrow stripes; nor, in three slabs of 64 rows, for SiTUGLU; nor, in the backward of
-    an activation, for stripes of 16 and, in clusters of two rows, for GEGLU. A gated one has
-    columns of whole stripes. FP8 products (``scaled``) of 256 columns have no registers for biases
-    and SiTUGLU. Where its gate and linear columns lie apart, each half of a transposed
-    weight's columns fills a row of shared memory, 64.
+    weights and narrow stripes; nor, in three slabs of 64 rows, for SiTUGLU and, in stripes of 8,
+    for a clamped QGEGLU; nor, in the backward of an activation, for stripes of 16 and, in clusters
+    of two rows, for GEGLU. A gated one has columns of whole stripes. FP8 products (``scaled``) of
+    256 columns have no registers for biases and SiTUGLU. Where its gate and linear columns lie
+    apart, each half of a transposed weight's columns fills a row of shared memory, 64.
     """
     if scaled and tile.n > 192 and (bias or activation == "situglu"):
         return False
@@ -178,7 +178,9 @@ def supports_tile(
         return False
     if spacious:
         return True
-    fits = activation != "situglu" or tile.slabs < 3
+    fits = tile.slabs < 3 or (
+        activation != "situglu" and (activation, interleave) != ("clamped_qgeglu", 8)
+    )
     return fits and major == "k" and not bias and interleave not in (1, 2, 4)
 
 

@@ -35,7 +35,9 @@ def variants(kind, tile):
         yield {**QGEGLU, **halves, "save_preact": False, "table": True}
         yield {**SWIGLU, **halves, "save_preact": True}
         if tile.cluster_m == 1:
-            yield {**SWIGLU, "paired": False, "stripe": 8, "save_preact": True}
+            clamped = supports_tile(kind, tile, "k", 8, False, "clamped_qgeglu")
+            of_eight = QGEGLU if clamped else SWIGLU
+            yield {**of_eight, "paired": False, "stripe": 8, "save_preact": True}
             yield {**QGEGLU, "paired": False, "stripe": 32, "save_preact": True, "table": True}
     elif kind == "glu":
         yield {**QGEGLU, **SINGLE_COLUMNS, "save_preact": True, "bias": True, "weight_major": "n"}
