@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -25,6 +25,8 @@ class _Autocasts(threading.local):
         self.recipe: Recipe | None = None
         self.graph_task = -1
         """The backward pass in which the scope in force was entered; -1 outside of any."""
+        self.outer: Any = ()
+        """Both of the scope around it, and what is ``outer`` there."""
 
 
 class Forward(NamedTuple):
@@ -78,16 +80,34 @@ def _repeated(runner: Repeatable) -> Recipe | None:
     return recipes.pop()
 
 
-@contextmanager
-def _scope(recipe: Recipe | None) -> Iterator[None]:
-    outer, outer_task = _thread.recipe, _thread.graph_task
-    _thread.recipe = recipe
-    if not torch.compiler.is_compiling():
-        _thread.graph_task = torch._C._current_graph_task_id()
-    try:
-        yield
-    finally:
-        _thread.recipe, _thread.graph_task = outer, outer_task
+class _Scope(AbstractContextManager[None]):
+    """Sets the recipe of a thread; may be entered again, also inside itself."""
+
+    def __init__(self, recipe: Recipe | None) -> None:
+        self._recipe = recipe
+
+    def __enter__(self) -> None:
+        # Of the thread, not of the scope, which several threads may enter.
+        _thread.outer = _thread.recipe, _thread.graph_task, _thread.outer
+        _thread.recipe = self._recipe
+        if not torch.compiler.is_compiling():
+            _thread.graph_task = torch._C._current_graph_task_id()
+
+    def __exit__(self, *_: object) -> None:
+        _thread.recipe, _thread.graph_task, _thread.outer = _thread.outer
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        """Decorate ``function``, which then runs inside."""
+        return functools.update_wrapper(_bound(function, self._recipe), function)
+
+
+def _bound(function: Callable[P, R], recipe: Recipe | None) -> Callable[P, R]:
+    @functools.wraps(function, updated=())
+    def bound(*args: P.args, **kwargs: P.kwargs) -> R:
+        with _Scope(recipe):  # which compiled code can enter, as one that is made outside it cannot
+            return function(*args, **kwargs)
+
+    return bound
 
 
 def autocast(
@@ -100,7 +120,7 @@ def autocast(
 
     Without ``recipe`` it is ``MXFP8BlockScaling()``, on every machine. A mapping gives recipes by
     op, ``{fusible.GroupedLinear: NVFP4BlockScaling(), model.attention: None}`` (`ByOp`).
-    Thread-local and re-entrant.
+    Thread-local; one object may be entered again and again, also inside itself, and decorates.
     The recipe is recorded with every forward, so a backward that runs after the scope has ended
     uses the recipe of its forward. ``calibrating`` and ``amax_reduction_group`` are Transformer
     Engine's, for delayed scaling, and have no effect; the order of arguments is its, too.
@@ -115,7 +135,7 @@ def autocast(
             f"calibrating of autocast must be a bool, got {calibrating!r:.200}; pass a recipe by "
             "name: autocast(recipe=...)"
         )
-    return _scope(recipe if enabled else None)
+    return _Scope(recipe if enabled else None)
 
 
 def keep_recipe(function: Callable[P, R]) -> Callable[P, R]:
@@ -129,11 +149,4 @@ def keep_recipe(function: Callable[P, R]) -> Callable[P, R]:
     """
     if not callable(function):
         raise TypeError(f"keep_recipe takes a function or a module, got {function!r}")
-    recipe = _thread.recipe
-
-    @functools.wraps(function, updated=())
-    def bound(*args: P.args, **kwargs: P.kwargs) -> R:
-        with _scope(recipe):
-            return function(*args, **kwargs)
-
-    return bound
+    return _bound(function, _thread.recipe)

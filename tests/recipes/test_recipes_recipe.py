@@ -234,6 +234,37 @@ def test_autocast_is_of_the_thread():
     assert seen == [None, MX]
 
 
+def test_one_autocast_is_entered_again():
+    """In a loop, inside itself, and on two threads at once, as ``torch.autocast``."""
+    scope, seen = recipes.autocast(recipe=MX), []
+    for _ in range(2):
+        with scope:
+            with recipes.autocast(recipe=BLOCK), scope:
+                assert recipes.current_recipe() == MX
+            assert recipes.current_recipe() == MX
+        assert recipes.current_recipe() is None
+    with scope:
+        thread = threading.Thread(target=scope(lambda: seen.append(recipes.current_recipe())))
+        thread.start()
+        thread.join()
+        assert seen == [recipes.current_recipe()] == [MX]
+    assert recipes.current_recipe() is None
+
+
+def test_autocast_decorates():
+    scope = recipes.autocast(recipe=MX)
+
+    def double(x):
+        return x * 2 if recipes.current_recipe() == MX else x
+
+    double.tag = "kept"
+    decorated = scope(double)
+    assert (decorated.__name__, decorated.tag) == ("double", "kept")
+    compiled = torch.compile(lambda x: decorated(x) + double(x), fullgraph=True, backend="eager")
+    for call in (compiled, lambda x: decorated(x) + double(x)):
+        assert call(torch.ones(1)) == 3
+
+
 def test_a_compiled_graph_follows_the_recipe():
     def step(x):
         recipe = recipes.current_recipe()
