@@ -73,7 +73,7 @@ def clip_grad_norm_(
     Args:
         parameters: whose ``.grad`` is scaled; those without one are left out.
         max_norm: the largest norm of all gradients together.
-        norm_type: p of the norm; infinity is allowed.
+        norm_type: p of the norm, not 0; infinity is allowed.
         error_if_nonfinite: raise if the norm is not finite.
 
     Returns:
@@ -81,8 +81,13 @@ def clip_grad_norm_(
 
     Raises:
         RuntimeError: the norm is not finite, with ``error_if_nonfinite``.
-        ValueError: a gradient is a ``DTensor`` of partial sums.
+        ValueError: ``norm_type`` is 0, or a gradient is a ``DTensor`` of partial sums.
     """
+    if norm_type == 0:
+        raise ValueError(
+            "norm_type of clip_grad_norm_ must not be 0, which has no norm of norms, got 0; use 1, "
+            "2 or math.inf"
+        )
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     alike: dict[Any, list[Tensor]] = {}
     for p in parameters:

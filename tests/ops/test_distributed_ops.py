@@ -283,3 +283,20 @@ def test_copies_share_the_process_group(mesh):
     for one, other in zip(op, copy.deepcopy(op), strict=True):
         assert one is not other
         assert one.process_group is other.process_group is group
+
+
+@pytest.mark.parametrize("norm_type", [-float("inf"), 0.5, 1, 2, float("inf")])
+def test_gradients_of_one_process_are_clipped_as_by_torch(norm_type):
+    ours, theirs = ([nn.Parameter(torch.zeros(3)) for _ in range(2)] for _ in range(2))
+    for p, q in zip(ours, theirs, strict=True):
+        p.grad, q.grad = (
+            torch.randn(3, generator=torch.Generator().manual_seed(1)) for _ in range(2)
+        )
+    got = fz.distributed.clip_grad_norm_(ours, 0.1, norm_type)
+    want = nn.utils.clip_grad_norm_(theirs, 0.1, norm_type)
+    ref.assert_equal([got, *[p.grad for p in ours]], [want, *[p.grad for p in theirs]])
+
+
+def test_a_norm_of_zero_is_refused():
+    with pytest.raises(ValueError, match="norm_type of clip_grad_norm_ must not be 0"):
+        fz.distributed.clip_grad_norm_(nn.Parameter(torch.zeros(3)), 1.0, 0)
