@@ -85,8 +85,8 @@ def clip_grad_norm_(
     """
     if norm_type == 0:
         raise ValueError(
-            "norm_type of clip_grad_norm_ must not be 0, which has no norm of norms, got 0; use 1, "
-            "2 or math.inf"
+            "norm_type of clip_grad_norm_ must not be 0, got 0: counts of values do not combine as "
+            "norms do; use 1, 2 or math.inf"
         )
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     alike: dict[Any, list[Tensor]] = {}

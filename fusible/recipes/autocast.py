@@ -26,7 +26,7 @@ class _Autocasts(threading.local):
         self.graph_task = -1
         """The backward pass in which the scope in force was entered; -1 outside of any."""
         self.outer: Any = ()
-        """Both of the scope around it, and what is ``outer`` there."""
+        """What to restore when that scope ends: the three of the scope around it."""
 
 
 class Forward(NamedTuple):
@@ -104,7 +104,7 @@ class _Scope(AbstractContextManager[None]):
 def _bound(function: Callable[P, R], recipe: Recipe | None) -> Callable[P, R]:
     @functools.wraps(function, updated=())
     def bound(*args: P.args, **kwargs: P.kwargs) -> R:
-        with _Scope(recipe):  # which compiled code can enter, as one that is made outside it cannot
+        with _Scope(recipe):  # made here: compiled code cannot enter one that is made outside it
             return function(*args, **kwargs)
 
     return bound
