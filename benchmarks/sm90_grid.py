@@ -714,7 +714,9 @@ class _Fitted:
         self.cell, self.times, self.may = (torch.cat(each) for each in (cells_of, times, may))
         self.costs = torch.tensor(start, dtype=torch.float64).log().requires_grad_()
         self.shared = torch.tensor(tiles.MEASURED, dtype=torch.float64).log().requires_grad_()
-        self.parameters, self.start = [self.costs, self.shared], self.costs.detach().clone()
+        self.parameters, self.start = [self.costs], self.costs.detach().clone()
+        if not all(fp8 for _, fp8, _ in self.sizes):  # FP8 products have the constants of BF16's
+            self.parameters.append(self.shared)
 
     def loss(self, temperature: float) -> torch.Tensor:
         """What is minimised; ``temperature``: the relative time within which choices are alike."""
