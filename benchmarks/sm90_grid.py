@@ -457,7 +457,7 @@ def check_in_process(tasks: list[Task], begun: Any, results: Any) -> None:
     t = tensors(shape)
     t["ends"] = torch.tensor(_CHECKED).cumsum(0).int().cuda()
     wide = {k: v.cpu() if k in ("ends", "starts") else v.cpu().float() for k, v in t.items()}
-    q, wants = quantized(t), {}
+    q, wants = quantized(t) if any(op in FP8 for op, _ in tasks) else {}, {}
     for op, tile in tasks:
         begun.value += 1
         try:

@@ -98,7 +98,7 @@ class _Scope(AbstractContextManager[None]):
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Decorate ``function``, which then runs inside."""
-        return functools.update_wrapper(_bound(function, self._recipe), function)
+        return _bound(function, self._recipe)
 
 
 def _bound(function: Callable[P, R], recipe: Recipe | None) -> Callable[P, R]:

@@ -104,7 +104,7 @@ PLACES = {
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@modes_and_recipes("place", dict(zip(PLACES, PLACES, strict=True)))
+@modes_and_recipes("place", {place: place for place in PLACES})
 def test_neighbours_that_read_values_get_them(place, mode, recipe):
     before, after = [[make() for make in makers] for makers in PLACES[place]]
     seq = fz.Sequential(*before, fz.Quantize(True, True), *after)
