@@ -98,7 +98,8 @@ class _Scope(AbstractContextManager[None]):
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Decorate ``function``, which then runs inside."""
-        return _bound(function, self._recipe)
+        # With its attributes, which `_bound` leaves out: those of a module are its parameters.
+        return functools.update_wrapper(_bound(function, self._recipe), function)
 
 
 def _bound(function: Callable[P, R], recipe: Recipe | None) -> Callable[P, R]:
