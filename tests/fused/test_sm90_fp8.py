@@ -473,9 +473,14 @@ def test_explain_says_whether_bf16_would_be_faster():
 
 
 def test_estimated_times_are_near_the_measured_ones():
-    """Of whole steps on an H200."""
-    text = (Path(__file__).parents[2] / "benchmarks/results/fp8_step_h200.json").read_text()
-    cases = json.loads(text)["cases"]
+    """Of whole steps on an H200, one after another, and each by itself."""
+    results = Path(__file__).parents[2] / "benchmarks/results"
+    cases = json.loads((results / "fp8_step_h200.json").read_text())["cases"]
+    alone = {
+        cell["config"]: cell["faster"]["fp8_block, weights stored"]
+        for cell in json.loads((results / "grouped_mlp_fp8_h200.json").read_text())["cells"]
+        if (cell["split"], cell["pass"]) == ("balanced", "forward + backward")
+    }
     shapes = {
         "qwen3-30b": (2048, 768, 1024),
         "mixtral-8x7b": (4096, 14336, 2048),
@@ -487,6 +492,7 @@ def test_estimated_times_are_near_the_measured_ones():
         assert bf16 / (fp8 + weights / rows) == pytest.approx(measured["step_x_of_bf16"], rel=0.1)
         without = measured["step_without_weights_x_of_bf16"]
         assert bf16 / fp8 == pytest.approx(without, rel=0.1)
+        assert bf16 / fp8 == pytest.approx(alone[name], rel=0.1)
 
 
 def test_explain_says_why_not():

@@ -120,11 +120,11 @@ def test_a_gated_product_gets_only_tiles_that_take_it():
                     assert tile.slabs * tile.n <= 256
 
 
-def test_fp8_products_of_256_columns_have_no_bias():
-    for kind, choices in FP8_TILES.items():
-        for tile in choices:
-            takes = functools.partial(supports_tile, kind, tile, "k", 0, scaled=True)
-            assert takes(False)
-            assert takes(True) == (tile.n <= 192)
-        if kind != "wgrad":
-            assert chosen(kind, 4096, 64, 2048, 2048, bias=True, scaled=True).n <= 192
+@pytest.mark.parametrize("rows", [64, 4096, 16384, 131072])
+def test_fp8_products_of_256_columns_have_no_bias_and_no_situglu(rows):
+    """Where the model would choose them for a product without."""
+    sizes = rows, 64, 2048, 7168
+    for kind in ("store", "glu", "act"):
+        assert chosen(kind, *sizes, bias=True, scaled=True).n <= 192
+    assert chosen("glu", *sizes, activation="situglu", scaled=True).n <= 192
+    assert chosen("glu", *sizes, activation="swiglu", scaled=True).n == 256
