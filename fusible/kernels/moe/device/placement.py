@@ -183,9 +183,9 @@ def place_groups(table: cute.Tensor, capacity: Int32, groups: cutlass.Constexpr)
     kept, left = Int32(0), Int32(0)
     found = []
     for i in cutlass.range_constexpr(per_lane):
-        group = begin + i
-        total = table[0, cutlass.min(group, groups)]
-        total = cutlass.select_(group <= groups, total, Int32(0))
+        group, total = begin + i, Int32(0)
+        if group <= groups:
+            total = table[0, group]
         size = cutlass.select_(group < groups, cutlass.min(total, capacity), Int32(0))
         kept += size
         left += total - size
