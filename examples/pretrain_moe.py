@@ -296,4 +296,6 @@ def main(arguments: list[str] | None = None) -> list[list[float]]:
 
 if __name__ == "__main__":
     main()
-    time.sleep(1)  # PyTorch aborts a process that ends while a thread of gloo frees its last tensors
+    time.sleep(
+        1
+    )  # PyTorch aborts a process that ends while a thread of gloo frees its last tensors

@@ -186,26 +186,23 @@ def dispatch_over(group: Any, num_experts: int, **options: Any) -> Dispatch:
     return dispatch
 
 
-_OPTIONS = (
-    "_apply_gate",
-    "act_fn",
-    "alpha",
-    "has_bias",
-    "has_gate",
-    "has_post_expert_norm",
-    "is_transposed",
-    "limit",
-    "swiglu_alpha",
-    "swiglu_limit",
-)
+_PLAIN = bool, int, float, str, type(None)
 
 
 def _options(experts: Any) -> tuple[Any, ...]:
     """The properties of a module's experts that a block depends on, besides their values."""
+    gate, act = _gate_of(experts), getattr(experts, "act_fn", None)
+    plain = {name: value for name, value in vars(experts).items() if isinstance(value, _PLAIN)}
+    if _is_known(gate):  # which computes the same in training and evaluation
+        plain.pop("training")
+    of_act = {
+        name: value
+        for name, value in (vars(act) if isinstance(act, nn.Module) else {}).items()
+        if not name.startswith("_") and name != "training"
+    }
     up = "gate_up_proj" if experts.has_gate else "up_proj"
     shapes = [getattr(getattr(experts, name, None), "shape", None) for name in (up, "down_proj")]
-    options = [getattr(experts, name, None) for name in _OPTIONS]
-    return (*options, *shapes, _is_own_gate(experts))
+    return (gate, act, plain, of_act, *shapes, _is_own_gate(experts))
 
 
 def _check_sizes(experts: Any, up: ExpertsLinear, down: ExpertsLinear) -> None:
@@ -346,15 +343,23 @@ def activation_of(experts: Any) -> BasicOperation | None:
 
 
 def _is_own_gate(experts: Any) -> bool:
-    """Whether the module's activation is called as it is: it has hooks, parameters or buffers."""
+    """Whether the module's activation is called as it is, since its values may change unnoticed.
+
+    It is neither of PyTorch's activations nor of transformers', or it has submodules, hooks,
+    parameters or buffers.
+    """
     act = getattr(experts, "act_fn", None)
     if not isinstance(act, nn.Module):
-        return False
-    return any(
-        [
-            part._parameters or part._buffers or why_called(part) is not None
-            for part in act.modules()
-        ]
+        return act is not None and not _is_known(act)
+    has_state = act._modules or act._parameters or act._buffers
+    return bool(has_state) or not _is_known(type(act)) or why_called(act) is not None
+
+
+def _is_known(function: Any) -> bool:
+    """Whether an activation, its class or a gate is PyTorch's or transformers'."""
+    module = getattr(function, "__module__", None) or ""
+    return module == "torch" or module.startswith(
+        ("torch._C", "torch.nn.functional", "torch.nn.modules.activation", "transformers.")
     )
 
 

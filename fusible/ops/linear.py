@@ -443,10 +443,12 @@ class Linear(FusedOperation):
     def _load_from_state_dict(self, state_dict: State, prefix: str, *args: Any) -> None:
         # Transformer Engine saves parameters, and quantizers' states, under the ops it is made of.
         start = f"{prefix}basic_ops."
+        for number, name in enumerate(("weight", "bias")):
+            if prefix + name not in state_dict and f"{start}{number}.{name}" in state_dict:
+                state_dict[prefix + name] = state_dict.pop(f"{start}{number}.{name}")
         for key in [key for key in state_dict if key.startswith(start)]:
-            name, value = key.removeprefix(start).partition(".")[2], state_dict.pop(key)
-            if name in self._parameters:
-                state_dict[prefix + name] = value
+            if key.endswith("._extra_state"):
+                del state_dict[key]
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def reset_parameters(self) -> None:

@@ -171,6 +171,58 @@ def test_an_activation_of_its_own_is_called() -> None:
     check()
 
 
+class Scaled(nn.Module):
+    """SiLU at its start, without parameters or buffers."""
+
+    beta = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(self.beta * x)
+
+
+def test_what_an_activation_depends_on_later_counts() -> None:
+    """Its mode, its attributes, those of a gate of the user's."""
+    experts = experts_of(make_model("mixtral"))
+    x, ids, weights = torch.randn(50, 32), torch.randint(4, (50, 2)), torch.rand(50, 2)
+
+    def check() -> None:
+        want = copy.deepcopy(experts)
+        want.config._experts_implementation = "grouped_mm"
+        given = x, ids, weights
+        with torch.random.fork_rng():
+            got = experts(*given)
+        torch.testing.assert_close(got, want(*given))
+
+    experts.act_fn = nn.Sequential(nn.SiLU(), nn.Dropout(0.5))
+    for training in (False, True):
+        experts.train(training)
+        y = experts(x, ids, weights)
+        assert torch.equal(y, experts(x, ids, weights)) != training
+    experts.act_fn = Scaled()
+    check()
+    experts.act_fn.beta = 2.0
+    check()
+    experts.act_fn = nn.GELU("tanh")
+    check()
+    assert experts._fusible_block.mlp is not None
+    experts.act_fn.approximate = "none"
+    check()
+    experts.act_fn, experts.slope = nn.SiLU(), 1.0
+
+    def gate(module: Any, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        slope = module.slope if module.training else 1.0
+        return gate * torch.sigmoid(slope * gate) * up
+
+    experts._apply_gate = types.MethodType(gate, experts)
+    check()
+    assert experts._fusible_block.mlp is not None
+    experts.slope = 3.0
+    for training in (True, False, True):
+        experts.train(training)
+        check()
+
+
 @pytest.mark.parametrize("limit", [10.0, 40.0, 2000.0])
 def test_limits_of_any_size(limit: float) -> None:
     def clamped(m: Any, g: Tensor, u: Tensor) -> Tensor:
