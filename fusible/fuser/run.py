@@ -337,7 +337,8 @@ class Run:
             keep(_traced_names, key, name, MOST_PLANS)
         self._prepare(key, name)
         for run in _runs.others(map(type, self.ops), self):
-            with suppress(AttributeError, TypeError):  # parameters that no call could read
+            # Parameters that no call could read.
+            with suppress(AttributeError, TypeError, ValueError):
                 if name not in vars(run._traced) and run._static_key() == self._static_key():
                     run._prepare(key, name)
         return name

@@ -442,7 +442,7 @@ def test_state_dicts_with_transformer_engines_names():
         assert all(torch.equal(mine[k], want[k]) for k in want)
     # There twice, of another op, of another name.
     for key in ("1.weight", "1.basic_ops.7.weight", "1.basic_ops.0.bias", "1.basic_ops.1.foo"):
-        with pytest.raises(RuntimeError, match="Unexpected key.*basic_ops"):
+        with pytest.raises(RuntimeError, match=r"Unexpected key.*basic_ops"):
             model.load_state_dict({**theirs, key: torch.zeros(16, 8)})
     with pytest.raises(RuntimeError, match="Unexpected key"):
         model.load_state_dict({**theirs, "0.gamma": torch.ones(8)})

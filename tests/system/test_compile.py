@@ -472,6 +472,25 @@ def test_layers_compiled_one_by_one_share_their_code(target):
     assert counter.frame_count == 1
 
 
+class Unreadable(fz.BasicLinear):
+    """Its parameters may be ones that no call could read."""
+
+    broken = False
+
+    def stored(self, name):
+        if self.broken:
+            raise ValueError("no weight")
+        return super().stored(name)
+
+
+def test_an_unreadable_module_of_the_same_ops_is_no_concern():
+    broken, whole = [fz.Sequential(Unreadable(8, 8)) for _ in range(2)]
+    x = torch.randn(3, 8)
+    broken(x)
+    broken[0].broken = True
+    torch.testing.assert_close(torch.compile(whole, backend="aot_eager")(x), whole(x))
+
+
 def test_plan_of_a_compiled_module_is_readable():
     seq = fz.Sequential(fz.Linear(8, 8), fz.SiLU())
     _, compiled = counted(seq)
