@@ -16,7 +16,7 @@ from fusible.fuser.tracing import hooks_hold_saved, keeps_graph
 from fusible.kernels.sm90 import limits as sm90
 from fusible.ops import FusedOperation, GroupedLinear
 from fusible.ops.activation import Activation
-from fusible.ops.grouped_fast_path import LinearGLUFastPath, MLPFastPath
+from fusible.ops.grouped_fast_path import LinearFastPath, MLPFastPath
 from fusible.ops.grouped_kernels import (
     LIBRARY,
     Activated,
@@ -71,9 +71,9 @@ class GroupedLinearGLU(FusedOperation):
 
     _basic_ops: tuple[GroupedLinear, Activation]
 
-    def fast_path(self, plan: Plan, key: PlanKey) -> LinearGLUFastPath | None:
+    def fast_path(self, plan: Plan, key: PlanKey) -> LinearFastPath | None:
         """A fast path with the unfused backward of both ops."""
-        return LinearGLUFastPath.of(plan, key, *self._basic_ops)
+        return LinearFastPath.of(plan, key, *self._basic_ops)
 
     def forward_impl(self, ctxs: Contexts, x: Tensor, extra: ExtraTensors) -> FusedOutputs:
         """One launch; the pre-activation is stored only if a backward will read it."""

@@ -23,6 +23,7 @@ from fusible.fuser.plan_key import PlanKey
 from fusible.fuser.saved_rows import active_pool
 from fusible.fuser.tracing import keeps_graph
 from fusible.kernels import grouped
+from fusible.kernels.glu import Glu
 from fusible.kernels.grouped.groups import checks_enabled
 from fusible.kernels.sm90.grouped_products import (
     TENSOR_TYPES,
@@ -68,10 +69,6 @@ class _Linear:
         self.bias_layout: Any = (
             (shape[:2], 0) if op.single_grouped_bias else (shape[1:2], rows * size)
         )
-
-    def input_to_save(self, x: Tensor) -> Tensor | None:
-        """The input, if its backward reads it."""
-        return x if self.needs.params[0] else None
 
     def weights_to_save(self, params: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """The weights, if its backward reads them."""
@@ -131,8 +128,13 @@ class GroupedFastPath:
     """Base of the fast paths; see `fusible.fuser.schedule.FastPath`.
 
     The operands are ``x``, ``split_sizes``, the other extra inputs of ``ops``, and parameters.
-    ``products`` are those of each linear among the ops, by rows.
+    ``products`` are those of each linear among the ops, by rows. A linear with an activation behind
+    it has no scaled bias.
     """
+
+    _act: Any = None
+    _glu: Glu
+    _scaled = False
 
     @classmethod
     def of(cls, plan: Plan, key: PlanKey, *ops: Any) -> Self | None:
@@ -248,19 +250,29 @@ class GroupedFastPath:
             for linear, own in zip(self._linears, of_linears, strict=True)
         ]
 
-
-class LinearFastPath(GroupedFastPath):
-    """One ``GroupedLinear``."""
-
     def forward(self, prepared: Any, *operands: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
         """The output, and what the backward reads."""
-        ((products, w, bias),), (linear,) = prepared, self._linears
+        (products, w, bias), *second = prepared
         x, split_sizes, params = operands[0], operands[1], operands[self._first_param :]
+        scales = operands[2] if self._scaled else None
         row_scale = operands[self._row_scale] if self._row_scale else None
+        first, last, preact = self._linears[0], self._linears[-1], None
         ends = products.ends(split_sizes, x.shape[0])
-        y = products.forward(x, w, ends, bias, row_scale)
-        saved = linear.input_to_save(x), ends, row_scale, linear.saved_bias(params)
-        return y, (*saved, *linear.weights_to_save(params))
+        if self._act is None:
+            y = products.forward(x, w, ends, bias, row_scale)
+        else:
+            save_preact = last.needs.requires_grad
+            preact, y = products.glu(x, w, ends, scales, self._glu, bias, save_preact)
+        for products, w, bias in second:
+            y = products.forward(y, w, ends, bias, row_scale)
+        x_to_save = x if first.needs.params[0] else None
+        saved = x_to_save, ends, scales, preact, row_scale, last.saved_bias(params)
+        weights = [w for linear in self._linears for w in linear.weights_to_save(params)]
+        return y, (*saved, *weights)
+
+
+class LinearFastPath(GroupedFastPath):
+    """One ``GroupedLinear``, with or without an activation behind it."""
 
     def backward(
         self,
@@ -270,69 +282,23 @@ class LinearFastPath(GroupedFastPath):
         contexts: AccumulatingContexts,
     ) -> Grads:
         """The gradients of the operands."""
-        x, ends, row_scale, bias, *weights = saved
+        x, ends, scales, preact, row_scale, bias, *weights = saved
         (linear,), dy = self._linears, grad_output
+        of_scales: Grads = ()
+        if scales is not None:
+            dy, *of_scales = in_pieces(self._act.grads, dy, preact, scales)
+        elif self._act is not None:
+            dy, _ = self._act.grads(dy, preact)
         rows = (dy, linear.op.out_features), (x, self._features)
         ((products, w),) = self._backward_products(dy, rows, weights)
         dx = products.dgrad(dy, w, ends) if linear.needs.input else None
-        dscales = () if row_scale is None else linear.scale_grads(dy, ends, row_scale, bias)
-        return dx, None, *dscales, *linear.param_grads(products, dy, x, ends, contexts, row_scale)
-
-
-class LinearGLUFastPath(GroupedFastPath):
-    """A ``GroupedLinear`` without scaled bias and an activation.
-
-    Both need gradients, or neither.
-    """
-
-    def forward(self, prepared: Any, *operands: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
-        """The output, and what the backward reads."""
-        ((products, w, bias),), (linear,) = prepared, self._linears
-        x, split_sizes, params = operands[0], operands[1], operands[self._first_param :]
-        scales = operands[2] if self._scaled else None
-        ends = products.ends(split_sizes, x.shape[0])
-        save_preact = linear.needs.requires_grad
-        preact, out = products.glu(x, w, ends, scales, self._glu, bias, save_preact)
-        saved = linear.input_to_save(x), ends, scales, preact
-        return out, (*saved, *linear.weights_to_save(params))
-
-    def backward(
-        self,
-        saved: Sequence[Tensor],
-        grad_output: Tensor,
-        held: bool,
-        contexts: AccumulatingContexts,
-    ) -> Grads:
-        """The gradients of the operands."""
-        x, ends, scales, preact, *weights = saved
-        (linear,), features = self._linears, preact.shape[1]
-        if scales is None:
-            dy, dscales = self._act.grads(grad_output, preact)
-        else:
-            dy, dscales = in_pieces(self._act.grads, grad_output, preact, scales)
-        rows = (dy, features), (x, self._features)
-        ((products, w),) = self._backward_products(dy, rows, weights)
-        dx = products.dgrad(dy, w, ends) if linear.needs.input else None
-        of_scales = () if scales is None else (dscales,)
-        return dx, None, *of_scales, *linear.param_grads(products, dy, x, ends, contexts)
+        if row_scale is not None:
+            of_scales = linear.scale_grads(dy, ends, row_scale, bias)
+        return dx, None, *of_scales, *linear.param_grads(products, dy, x, ends, contexts, row_scale)
 
 
 class MLPFastPath(GroupedFastPath):
-    """FC1 without scaled bias, an activation, FC2."""
-
-    def forward(self, prepared: Any, *operands: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
-        """The output, and what the backward reads."""
-        ((first, w1, bias1), (second, w2, bias2)), (fc1, fc2) = prepared, self._linears
-        x, split_sizes = operands[:2]
-        scales = operands[2] if self._scaled else None
-        params = operands[self._first_param :]
-        row_scale = operands[self._row_scale] if self._row_scale else None
-        ends = first.ends(split_sizes, x.shape[0])
-        save_preact = fc2.needs.requires_grad
-        preact, hidden = first.glu(x, w1, ends, scales, self._glu, bias1, save_preact)
-        y = second.forward(hidden, w2, ends, bias2, row_scale)
-        saved = fc1.input_to_save(x), ends, scales, preact, row_scale, fc2.saved_bias(params)
-        return y, (*saved, *fc1.weights_to_save(params), *fc2.weights_to_save(params))
+    """FC1, an activation, FC2."""
 
     def backward(
         self,
