@@ -12,30 +12,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from fusible.calls import is_traced
-from fusible.library import define
 from fusible.recipes.formats import NumberFormat
 from fusible.recipes.quantizer import Quantizer
 from fusible.recipes.sharding import per_matrix
 from fusible.recipes.tensor import QuantizedTensor
 from fusible.recipes.tensor_dispatch import DispatchedTensor, implicit_values
 from fusible.recipes.wrapper import PIECES, WrapperTensor, quantized_pieces
-
-
-def _group_offsets(first_dims: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """Return where each group begins, in elements, and the end row of each, both int64.
-
-    ``[groups + 1]`` with a leading 0, and ``[groups]``.
-    """
-    ends = first_dims.to(torch.int64).cumsum(0)
-    return functional.pad(ends * columns, (1, 0)), ends
-
-
-def _group_offsets_fake(first_dims: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    ends = torch.empty_like(first_dims, dtype=torch.int64)
-    return ends.new_empty(ends.shape[0] + 1), ends
-
-
-group_offsets = define(_group_offsets, _group_offsets_fake, name="group_offsets")
 
 _SIZES = ("first_dims", "tensor_offsets", "ends")
 
@@ -130,7 +112,8 @@ def _sizes_of(x: Tensor, num_groups: int, first_dims: Tensor | None) -> dict[str
         rows = x.shape[0] // num_groups
         first_dims = torch.full((num_groups,), rows, dtype=torch.int64, device=x.device)
     _check_first_dims(first_dims, num_groups, x)
-    offsets, ends = group_offsets(first_dims, x.shape[1])
+    ends = first_dims.to(torch.int64).cumsum(0)
+    offsets = functional.pad(ends * x.shape[1], (1, 0))
     return dict(zip(_SIZES, (first_dims, offsets, ends), strict=True))
 
 

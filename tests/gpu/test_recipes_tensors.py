@@ -49,16 +49,6 @@ def test_bits_of_groups(fmt):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("groups", [1, 2, 31, 32, 33, 128, 4096])
-def test_offsets(groups, dtype):
-    dims = torch.randint(0, 2**24, (groups,), dtype=dtype)
-    dims[groups // 2] = 0
-    got = torch.ops.fusible.group_offsets(dims.cuda(), 4096)
-    for a, b in zip(got, torch.ops.fusible.group_offsets(dims, 4096), strict=True):
-        assert torch.equal(a.cpu(), b)
-
-
 @each_format
 def test_grouping_and_quantizing_read_nothing_on_the_host(fmt):
     x, dims = rows(torch.bfloat16).cuda(), torch.tensor(SIZES).cuda()

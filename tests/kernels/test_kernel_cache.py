@@ -68,8 +68,6 @@ KERNELS = [
     ("quantize.quantize.quantize",
      (QuantizeSpec(fp8_block(amax_epsilon=0.5), "bf16", True, False, True, True),)),
     ("quantize.dequantize.dequantize", (DequantizeSpec(mxfp8(), "bf16", False, False, False),)),
-    ("quantize.offsets.group_offsets", (False,)),
-    ("quantize.offsets.group_offsets", (True,)),
     ("moe.rows.scatter", (RowsSpec("bf16", 8, 2),)),
     ("moe.rows.gather", (RowsSpec("bf16", 8, 2),)),
     ("moe.router.route", (RouteSpec(8, 2, False, True, 1.0),)),

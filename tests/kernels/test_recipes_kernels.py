@@ -173,12 +173,6 @@ def test_transformed_and_stochastically_rounded_spills_at_most_few_words(archite
     assert max(map(int, spilled)) <= 32
 
 
-@pytest.mark.parametrize("wide", [False, True])
-def test_the_offsets_kernel_compiles(wide):
-    for architecture in ("sm_90a", "sm_100a"):
-        compile_kernel("quantize.offsets.group_offsets", (wide,), f"--gpu-arch {architecture}")
-
-
 @pytest.mark.parametrize("spec", GLU_BACKWARD_THAT_SPILLS.values(), ids=GLU_BACKWARD_THAT_SPILLS)
 def test_backward_for_one_use_or_none_spills_little(spec, capfd):
     """The assembler holds more at once than it has registers for, up to a few words."""

@@ -58,12 +58,6 @@ def test_rows(ends, gathered, called):
     assert len(called) == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_offsets_of_groups(dtype, called):
-    cuda._group_offsets(torch.tensor([3, 0, 4], dtype=dtype), 7)
-    assert len(called) == 1
-
-
 def test_weights(called):
     w = torch.zeros(2, 128, COLUMNS, dtype=torch.bfloat16)
     k_major._cuda(RowsToQuantize(w), fp8_block(block=(128, 128)), True, True)

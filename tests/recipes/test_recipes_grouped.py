@@ -78,7 +78,8 @@ def test_split_is_that_of_an_ordinary_tensor():
 def test_offsets(groups, dtype):
     dims = torch.randint(0, 5, (groups,), dtype=dtype)
     dims[groups // 2] = 0
-    got, ends = torch.ops.fusible.group_offsets(dims, 7)
+    g = recipes.group(torch.zeros(int(dims.sum()), 7), groups, dims)
+    got, ends = g.tensor_offsets, g.ends
     assert got.dtype == ends.dtype == torch.int64
     want = [0]
     for n in dims.tolist():
@@ -87,14 +88,10 @@ def test_offsets(groups, dtype):
     assert torch.equal(ends * 7, got[1:])
 
 
-def test_offsets_opcheck():
-    torch.library.opcheck(torch.ops.fusible.group_offsets.default, (torch.tensor([3, 0, 4]), 8))
-
-
 def test_offsets_do_not_overflow_int32():
     dims = torch.tensor([2**30, 2**30], dtype=torch.int32)
-    offsets, _ = torch.ops.fusible.group_offsets(dims, 4096)
-    assert offsets.tolist() == [0, 2**42, 2**43]
+    rows = torch.zeros(1).expand(2**31, 4096)
+    assert recipes.group(rows, 2, dims).tensor_offsets.tolist() == [0, 2**42, 2**43]
 
 
 def test_equal_groups_need_no_sizes():

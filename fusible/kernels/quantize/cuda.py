@@ -1,4 +1,4 @@
-"""CUDA implementations of ``fusible::quantize``, ``dequantize`` and ``group_offsets``.
+"""CUDA implementations of ``fusible::quantize`` and ``fusible::dequantize``.
 
 Importing this module registers them; cutlass is imported at the first launch.
 """
@@ -6,15 +6,13 @@ Importing this module registers them; cutlass is imported at the first launch.
 from __future__ import annotations
 
 import math
-from types import NotImplementedType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fusible import library
 from fusible.kernels.quantize.spec import DequantizeSpec, QuantizeSpec, supports_format
-from fusible.kernels.runtime.gpu import PTX_NAMES, has_cutlass, runs_kernels
+from fusible.kernels.runtime.gpu import PTX_NAMES, runs_kernels
 from fusible.kernels.runtime.launch import aligned, launch
 from fusible.recipes.formats import NumberFormat
 from fusible.recipes.matrix import Operand, QuantizedMatrix, Uses
@@ -144,17 +142,4 @@ def _dequantize(matrix: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def _group_offsets(first_dims: Tensor, columns: int) -> tuple[Tensor, Tensor] | NotImplementedType:
-    integers = first_dims.dtype in (torch.int32, torch.int64)
-    if not (integers and first_dims.is_contiguous() and has_cutlass()):
-        return NotImplemented
-    offsets = first_dims.new_empty(first_dims.shape[0] + 1, dtype=torch.int64)
-    ends = first_dims.new_empty(first_dims.shape[0], dtype=torch.int64)
-    wide = first_dims.dtype == torch.int64
-    arguments = first_dims, offsets, ends, first_dims.shape[0], columns
-    launch("quantize.offsets.group_offsets", (wide,), first_dims.device, *arguments)
-    return offsets, ends
-
-
 implement_quantizers(Implementation(_quantize, _dequantize))
-library.implement("group_offsets", _group_offsets)
