@@ -98,13 +98,6 @@ FactsOf = Callable[[dict[str, Any], int], SimpleNamespace]
 """Makes the namespace ``this`` of ops that fit a pattern from an index on."""
 
 
-class Step(NamedTuple):
-    """An op that runs, and the basic ops that it covers."""
-
-    op: Any
-    basic_ops: tuple[Any, ...]
-
-
 @dataclass(frozen=True, repr=False)
 class Refusal:
     """A rule whose pattern fits the ops from ``start``, and the conditions that were false.
@@ -150,7 +143,7 @@ class FusionFunction:
 
 
 class Fusion(NamedTuple):
-    """A fused op over basic ops ``start`` to ``stop``; ``rule`` is None where a function made it.
+    """A fused op over basic ops ``start`` to ``stop``.
 
     ``name`` is that of the rule or of the user's function. Of kernel selection, ``op`` are the
     kernels that the one op runs on.
@@ -159,7 +152,6 @@ class Fusion(NamedTuple):
     start: int
     stop: int
     op: Any
-    rule: Rule | None
     name: str
 
     def shifted(self, places: int) -> Fusion:
@@ -182,7 +174,8 @@ class Plan:
 
     Attributes:
         basic_ops: the ops as written.
-        forward_ops, backward_ops: steps ``(op, basic_ops)`` that cover these in order.
+        forward_ops, backward_ops: the ops that run, fused and basic ones, which cover these in
+            order.
         fusions: the fused ops, each with its phase: ``"joint"``, ``"forward"`` or
             ``"backward"``.
         kernels: those that are selected for basic ops; the others run on their own default.
@@ -193,8 +186,8 @@ class Plan:
     """
 
     basic_ops: tuple[Any, ...]
-    forward_ops: tuple[Step, ...]
-    backward_ops: tuple[Step, ...]
+    forward_ops: tuple[Any, ...]
+    backward_ops: tuple[Any, ...]
     fusions: tuple[tuple[Phase, Fusion], ...]
     kernels: tuple[Fusion, ...]
     refusals: tuple[Refusal, ...]
@@ -217,7 +210,7 @@ class Plan:
     def __repr__(self) -> str:
         """The target, the recipe, and the ops of each pass."""
         forward, backward = (
-            ", ".join([type(op).__name__ for op, _ in ops])
+            ", ".join([type(op).__name__ for op in ops])
             for ops in (self.forward_ops, self.backward_ops)
         )
         passes = f"forward: {forward}; backward: {backward}"
@@ -307,8 +300,8 @@ def plan(
     kernels = scan("kernels", [*forward, *backward])
     return Plan(
         tuple(ops),
-        _steps(ops, forward),
-        _steps(ops, backward),
+        _covering(ops, forward),
+        _covering(ops, backward),
         tuple(made),
         tuple(kernels),
         tuple(refusals),
@@ -340,7 +333,7 @@ def _scan(
             rule, bound, covered = found
             build = _build_kernels if rule.phase == "kernels" else _build_op
             op = build(rule, bound, covered)
-            yield Fusion(at, at + len(covered), op, rule, rule.name)
+            yield Fusion(at, at + len(covered), op, rule.name)
             at += len(covered) - 1
         at += 1
 
@@ -470,16 +463,14 @@ def _format_facts(recipe: Any, attribute: str) -> SimpleNamespace:
     })  # fmt: skip
 
 
-def _steps(ops: Sequence[Any], fusions: Sequence[Fusion]) -> tuple[Step, ...]:
+def _covering(ops: Sequence[Any], fusions: Sequence[Fusion]) -> tuple[Any, ...]:
     """Fused ops where there are some, the basic ops themselves elsewhere."""
-    starts = {fusion.start: fusion for fusion in fusions}
-    steps, at = [], 0
-    while at < len(ops):
-        fusion = starts.get(at)
-        stop = at + 1 if fusion is None else fusion.stop
-        steps.append(Step(ops[at] if fusion is None else fusion.op, tuple(ops[at:stop])))
-        at = stop
-    return tuple(steps)
+    covering: dict[int, Any] = dict(enumerate(ops))
+    for fusion in fusions:
+        for i in range(fusion.start, fusion.stop):
+            del covering[i]
+        covering[fusion.start] = fusion.op
+    return tuple(covering[i] for i in sorted(covering))
 
 
 def joined(plans: Sequence[Plan]) -> Plan | None:
@@ -492,8 +483,8 @@ def joined(plans: Sequence[Plan]) -> Plan | None:
         plans[0],
         recipes=tuple(of_op for p in plans for of_op in p.recipes),
         basic_ops=tuple(op for p in plans for op in p.basic_ops),
-        forward_ops=tuple(step for p in plans for step in p.forward_ops),
-        backward_ops=tuple(step for p in plans for step in p.backward_ops),
+        forward_ops=tuple(op for p in plans for op in p.forward_ops),
+        backward_ops=tuple(op for p in plans for op in p.backward_ops),
         grad=tuple(needs for p in plans for needs in p.grad),
         facts=tuple(of_op for p in plans for of_op in p.facts),
         fusions=tuple((phase, f.shifted(at)) for p, at in placed for phase, f in p.fusions),
@@ -532,6 +523,6 @@ def cover(fused: Sequence[Any], makers: Mapping[Any, str]) -> tuple[Fusion, ...]
     for op in fused:
         stop = at + len(op.basic_ops)
         if op.is_fused_op:
-            found.append(Fusion(at, stop, op, None, makers.get(op, type(op).__name__)))
+            found.append(Fusion(at, stop, op, makers.get(op, type(op).__name__)))
         at = stop
     return tuple(found)

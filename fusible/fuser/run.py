@@ -375,7 +375,7 @@ class Run:
             kernels=[(f.start, f.op) for f in plan.kernels],
             fast_path=self._fast_path(plan, key),
             writes_inputs=any(op.writes_extra_inputs for op in self.ops),
-            writes_grads=any(op.writes_grads for op, _ in plan.backward_ops),
+            writes_grads=any(op.writes_grads for op in plan.backward_ops),
             is_formula=is_formula,
             partition=None if is_formula else self._partitioned(formulas),
             accumulating=[i for i, op in enumerate(self.ops) if op.accumulates_grads],
@@ -404,9 +404,8 @@ class Run:
     def _fast_path(self, plan: Plan, key: PlanKey) -> FastPath | None:
         if self.wiring.public:
             return None
-        forward, *others = [op for op, _ in plan.forward_ops]
-        backward = tuple([op for op, _ in plan.backward_ops])
-        if others or backward not in ((forward,), forward.basic_ops):
+        forward, *others = plan.forward_ops
+        if others or plan.backward_ops not in ((forward,), forward.basic_ops):
             return None
         return forward.fast_path(plan, key)
 

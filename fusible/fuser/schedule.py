@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -15,7 +16,7 @@ from fusible.fuser.context import OperationContext
 from fusible.fuser.op_facts import declares_dtypes
 from fusible.fuser.overlap import Overlap, overlaps
 from fusible.fuser.partition import Partition
-from fusible.fuser.plan import Plan, Step
+from fusible.fuser.plan import Plan
 from fusible.fuser.registry import is_ours
 from fusible.fuser.te_ops import call_fuser_backward, call_fuser_forward
 from fusible.fuser.wiring import Output, Wiring
@@ -52,9 +53,9 @@ class ScheduledStep(NamedTuple):
     cast back before it is quantized, as where the ops run one by one."""
     label: str
     """The op and its place, as profilers show it."""
-    overlap: Overlap | None = None
+    overlap: Overlap | None
     """Ops that run during the communication of this one."""
-    reads: tuple[Overlap, ...] = ()
+    reads: tuple[Overlap, ...]
     """Overlaps of earlier ops whose outputs this step is the first to read."""
 
 
@@ -168,13 +169,15 @@ def schedule_steps(
     plan: Plan,
     wiring: Wiring,
     paths: tuple[str, ...],
-    steps: Sequence[Step],
+    ops: Sequence[Any],
     direction: Literal["forward", "backward"],
 ) -> tuple[ScheduledStep, ...]:
     """The steps of a plan's forward or backward, in order, with what their execution looks up."""
-    scheduled, start = [], 0
-    for op, basic_ops in steps:
-        stop = start + len(basic_ops)
+    ends = [0, *accumulate(len(op.basic_ops) for op in ops)]
+    spans = [(op, *span) for op, span in zip(ops, pairwise(ends), strict=True)]
+    overlapping = list(overlaps(plan.basic_ops, wiring, spans))
+    scheduled = []
+    for op, start, stop in spans:
         needs = plan.grad[start:stop]
         uses_impl = op.uses_impl(direction)
         if direction == "forward":
@@ -193,27 +196,18 @@ def schedule_steps(
                     tuple(SAME_STEP if source[0] >= start else source for source in of_op)
                     for of_op in wiring.sources[start:stop]
                 ),
-                [basic.num_extra_outputs for basic in basic_ops],
+                [basic.num_extra_outputs for basic in op.basic_ops],
                 ([len(n.params) for n in needs], [len(n.extra_inputs) for n in needs]),
                 _quantizers(plan, wiring, start, stop),
                 not (uses_impl and is_ours(type(op))),
                 _derived(plan, stop),
                 _cast_from(plan, start) if start else None,
                 f"fusible::{type(op).__name__}{_place(paths, start, stop)}",
+                next((o for o in overlapping if o.ops.start == start), None),
+                tuple([o for o in overlapping if o.reader == start]),
             )
         )
-        start = stop
-    spans = [(step.op, step.start, step.stop) for step in scheduled]
-    overlapping = tuple(overlaps(plan.basic_ops, wiring, spans))
-    return tuple(
-        [
-            step._replace(
-                overlap=next((o for o in overlapping if o.ops.start == step.start), None),
-                reads=tuple([o for o in overlapping if o.reader == step.start]),
-            )
-            for step in scheduled
-        ]
-    )
+    return tuple(scheduled)
 
 
 def outside_autocast(plan: Plan, op: Any, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -253,15 +247,14 @@ def unfused(schedule: Schedule, wrap: Callable[[Any], Callable[..., Any]]) -> Sc
     ``wrap(op)`` is called in place of each op's forward, as :func:`call_fuser_forward` calls it.
     """
     plan, wiring, ops = schedule.plan, schedule.wiring, schedule.plan.basic_ops
-    steps = [Step(op, (op,)) for op in ops]
     forward = [
         step._replace(run=outside_autocast(plan, step.op, wrap(step.op)))
-        for step in schedule_steps(plan, wiring, (), steps, "forward")
+        for step in schedule_steps(plan, wiring, (), ops, "forward")
     ]
     return schedule._replace(
         kernels=(),
         forward=tuple(forward),
-        backward=schedule_steps(plan, wiring, (), steps, "backward")[::-1],
+        backward=schedule_steps(plan, wiring, (), ops, "backward")[::-1],
         fast_path=None,
         writes_grads=any(op.writes_grads for op in ops),
         is_formula=False,

@@ -7,7 +7,7 @@ from html import escape
 from itertools import count
 from typing import Any
 
-from fusible.fuser.plan import Plan, Step
+from fusible.fuser.plan import Plan
 from fusible.fuser.wiring import CALLER, Output, Wiring
 
 _ROW, _BOX_HEIGHT, _WIDTH, _GAP = 76, 56, 230, 60
@@ -69,16 +69,15 @@ def _run(
     title: str, wiring: Wiring, plan: Plan, top: int, left: int, first_lane: int
 ) -> Iterator[str]:
     yield _text(_EDGE, top, title, "title")
-    written = tuple(Step(op, (op,)) for op in plan.basic_ops)
-    columns = (written, plan.forward_ops, plan.backward_ops)
-    for column, (label, steps) in enumerate(zip(_COLUMNS, columns, strict=True)):
+    columns = (plan.basic_ops, plan.forward_ops, plan.backward_ops)
+    for column, (label, ops) in enumerate(zip(_COLUMNS, columns, strict=True)):
         x = left + column * (_WIDTH + _GAP)
         yield _text(x, top + 26, label, "small")
         y = top + 38
-        for i, (op, basic_ops) in enumerate(steps):
-            height = _BOX_HEIGHT + _ROW * (len(basic_ops) - 1)
+        for i, op in enumerate(ops):
+            height = _BOX_HEIGHT + _ROW * (len(op.basic_ops) - 1)
             yield from _box(x, y, height, op)
-            if i + 1 < len(steps):
+            if i + 1 < len(ops):
                 tail, head = y + height, y + height + _ROW - _BOX_HEIGHT
                 # Gradients flow from the last op to the first.
                 ends = (head, tail) if column == 2 else (tail, head)

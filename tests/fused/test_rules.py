@@ -209,7 +209,7 @@ def test_linear_bias_activation_takes_each_activation(activation, own_fusions):
     x = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
     plain = unfused(own_fusions, module, [x])
     torch.testing.assert_close(run(module, [x], "cpu"), plain, rtol=1e-13, atol=1e-13)
-    assert [len(step.basic_ops) for step in module.plan.forward_ops] == [2 + bool(activation)]
+    assert [len(op.basic_ops) for op in module.plan.forward_ops] == [2 + bool(activation)]
 
 
 def test_backward_linear_add_with_only_one_gradient(own_fusions):

@@ -138,7 +138,7 @@ def test_used_and_equal(phases, shape, own_fusions):
     seq, x = model(), torch.randn(shape, dtype=torch.float64, requires_grad=True)
     check(seq, x)
     for phase in ("forward", "backward"):
-        ops = [type(step.op) for step in getattr(seq.plan, f"{phase}_ops")]
+        ops = [type(op) for op in getattr(seq.plan, f"{phase}_ops")]
         kind = LinearSiLU if phases == ("joint",) else REGISTER[phase][1]
         fused = phase in phases or phases == ("joint",)
         assert ops.count(kind) == (2 if fused else 0)
@@ -200,7 +200,7 @@ def test_the_same_fused_op_serves_every_call(own_fusions):
     seq, x = model(), torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
     for _ in range(3):
         seq(x)
-    assert [s.op.calls for s in seq.plan.forward_ops if type(s.op) is LinearSiLUForward] == [3, 3]
+    assert [op.calls for op in seq.plan.forward_ops if type(op) is LinearSiLUForward] == [3, 3]
 
 
 def test_registered_later_is_used(own_fusions):
@@ -210,7 +210,7 @@ def test_registered_later_is_used(own_fusions):
     fz.register_forward_fusion(fuse(LinearSiLUForward))
     check(seq, x)
     assert seq.plan is not before
-    assert any(type(step.op) is LinearSiLUForward for step in seq.plan.forward_ops)
+    assert any(type(op) is LinearSiLUForward for op in seq.plan.forward_ops)
 
 
 def test_prepend_orders_users_functions(own_fusions):
@@ -250,8 +250,8 @@ def test_before_the_built_in_rules(own_fusions):
     expected = F.silu(F.linear(x, *seq[0].parameters()))
     torch.testing.assert_close(seq(x), expected)
     assert seq.plan.fired == ("<lambda>",)
-    assert [len(step.basic_ops) for step in seq.plan.forward_ops] == [1, 2]
-    assert [len(step.basic_ops) for step in seq.plan.backward_ops] == [1, 1, 1]
+    assert [len(op.basic_ops) for op in seq.plan.forward_ops] == [1, 2]
+    assert [len(op.basic_ops) for op in seq.plan.backward_ops] == [1, 1, 1]
 
 
 def test_gets_the_recipe(own_fusions):
@@ -263,7 +263,7 @@ def test_gets_the_recipe(own_fusions):
     for recipe, fused in ((None, 0), (ref.Rows(), 2), (ref.Rows(8), 0), (None, 0), (ref.Rows(), 2)):
         with fz.autocast(enabled=recipe is not None, recipe=recipe):
             check(seq, x)
-        assert sum(type(s.op) is LinearSiLUForward for s in seq.plan.forward_ops) == fused
+        assert sum(type(op) is LinearSiLUForward for op in seq.plan.forward_ops) == fused
 
 
 # --- what may not be returned -----------------------------------------------------------------

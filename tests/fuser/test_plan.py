@@ -17,11 +17,11 @@ from fusible.versions import CUDNN_FRONTEND, CUTLASS_DSL, Version
 
 
 def names(steps):
-    return [type(step.op).__name__ for step in steps]
+    return [type(op).__name__ for op in steps]
 
 
 def covered(steps):
-    return [len(step.basic_ops) for step in steps]
+    return [len(op.basic_ops) for op in steps]
 
 
 def dense(**options):
@@ -45,8 +45,8 @@ def test_ops_are_readable():
     assert list(seq.plan.basic_ops) == ops
     assert names(seq.plan.forward_ops) == ["LinearBiasActivation", "LinearBiasActivation"]
     assert covered(seq.plan.forward_ops) == [3, 2]
-    assert [op for step in seq.plan.forward_ops for op in step.basic_ops] == ops
-    assert [step.op for step in seq.plan.backward_ops] == ops
+    assert [part for op in seq.plan.forward_ops for part in op.basic_ops] == ops
+    assert list(seq.plan.backward_ops) == ops
     assert seq.plan.fired == ("linear_bias_activation",) * 2
 
 
