@@ -15,31 +15,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fusible.activations import ACTIVATIONS
 from fusible.arguments import described
 from fusible.fuser.module_names import ATTRIBUTE
 from fusible.fuser.tracing import constant_when_traced
 from fusible.integrations.checkpoint_layouts import matrix_of, quantized_tensor
 from fusible.ops import (
-    GEGLU,
-    GELU,
-    GLU,
-    QGEGLU,
-    QGELU,
     BasicOperation,
     Combine,
     Dispatch,
     GroupedLinear,
-    ReGLU,
-    ReLU,
     ScaledClampedQGeGLU,
     ScaledSReLU,
     ScaledSwiGLU,
     Sequential,
-    SiLU,
-    SReGLU,
-    SReLU,
-    SwiGLU,
 )
+from fusible.ops.activation import Activation
 from fusible.ops.hooks import why_called
 from fusible.ops.parameters import stored
 from fusible.recipes.quantization import HIGH_PRECISION
@@ -370,19 +361,15 @@ def _gate_of(experts: Any) -> Callable[[Tensor], Tensor]:
 
 def _candidates(experts: Any) -> Iterator[Any]:
     """Activations that may be the experts', those with scales first."""
-    scales = not getattr(experts, "scales_input", False)
-    if not experts.has_gate:
-        yield from (kind() for kind in (ScaledSReLU, *_UNARY) if scales or kind in _UNARY)
-        return
-    if scales:
-        yield from _scaled_candidates(experts)
-    for kind in _GATED:
-        for interleave in (None, 1):
-            yield kind(glu_interleave_size=interleave)
-
-
-_UNARY = GELU, QGELU, ReLU, SReLU, SiLU
-_GATED = SwiGLU, GEGLU, QGEGLU, ReGLU, SReGLU, GLU
+    if not getattr(experts, "scales_input", False):
+        yield from _scaled_candidates(experts) if experts.has_gate else [ScaledSReLU()]
+    for kind in Activation.pattern_types:
+        if kind.num_extra_inputs or ACTIVATIONS[kind.activation].options:
+            continue
+        if kind.gated and experts.has_gate:
+            yield from (kind(glu_interleave_size=interleave) for interleave in (None, 1))  # type: ignore[call-arg]
+        elif not (kind.gated or experts.has_gate):
+            yield kind()
 
 
 def _scaled_candidates(experts: Any) -> Iterator[ScaledSwiGLU | ScaledClampedQGeGLU]:
