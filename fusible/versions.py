@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import re
 from functools import cache
 from importlib import metadata
@@ -30,11 +31,15 @@ def installed(package: str) -> Version | None:
     return Version(int(found[1]), int(found[2])) if found else None
 
 
+@cache
+def has_triton() -> bool:
+    """Whether Triton is installed, under any package's name; does not import it."""
+    return importlib.util.find_spec("triton") is not None
+
+
 # What pip installs with this package on Linux, for a machine that is not this one.
 CUDNN_FRONTEND = Version(1, 32)
 CUTLASS_DSL = Version(4, 8)
-# What comes with the oldest PyTorch for CUDA that this package supports.
-TRITON = Version(3, 6)
 # What the front end's kernels need, and what a GPU that is not here is taken to have.
 CUDA_DRIVER = Version(13, 0)
 

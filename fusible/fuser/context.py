@@ -156,6 +156,6 @@ class OperationContext:
 
     def __getattr__(self, name: str) -> Any:
         # Called for attributes that are not found: in the backward, those set by the forward.
-        if name == "forward":
-            raise AttributeError(f"the op's forward has set no such value on {type(self).__name__}")
+        if "forward" not in self.__dict__:
+            raise AttributeError(f"the op's forward has set no {name!r} on its context")
         return getattr(self.forward, name)

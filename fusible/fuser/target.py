@@ -11,7 +11,14 @@ from dataclasses import dataclass, field
 import torch
 
 from fusible.names import did_you_mean
-from fusible.versions import CUDA_DRIVER, CUDNN_FRONTEND, CUTLASS_DSL, TRITON, Version, installed
+from fusible.versions import (
+    CUDA_DRIVER,
+    CUDNN_FRONTEND,
+    CUTLASS_DSL,
+    Version,
+    has_triton,
+    installed,
+)
 
 _OTHERS = ("cpu", "rocm", "mps", "xpu")  # devices without kernels of ours: PyTorch's run there
 
@@ -37,7 +44,7 @@ class Target:
         default_factory=lambda: installed("nvidia-cutlass-dsl") or CUTLASS_DSL
     )
     cuda_driver: Version | None = CUDA_DRIVER
-    triton: Version | None = field(default_factory=lambda: installed("triton") or TRITON)
+    triton: bool = True
 
     @classmethod
     def parse(cls, spec: Target | str) -> Target:
@@ -92,7 +99,7 @@ def target_of(device: torch.device) -> Target:
     if device not in _cuda_targets:
         major, minor = torch.cuda.get_device_capability(device)
         packages = installed("nvidia-cudnn-frontend"), installed("nvidia-cutlass-dsl")
-        target = Target("cuda", 10 * major + minor, *packages, _driver(), installed("triton"))
+        target = Target("cuda", 10 * major + minor, *packages, _driver(), has_triton())
         _cuda_targets[device] = target
     return _cuda_targets[device]
 

@@ -253,7 +253,7 @@ class GroupedLinear(WeightedOperation):
         if target.device != "cuda":
             return ()
         sm = target.sm or 0
-        if not portable.reads_on_device(dtype, sm, target.triton is not None):
+        if not portable.reads_on_device(dtype, sm, target.triton):
             others = "bfloat16, float16 and float32 do not" if target.triton else "install triton"
             return (
                 f"{dtype} on {target} runs a loop over groups that reads the split sizes on the "

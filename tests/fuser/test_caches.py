@@ -24,7 +24,7 @@ UNBOUNDED = {
     "fuser/context.py _NO_KWARGS": "empty, as nothing writes to it",
     "fuser/run.py _traced_names": "256 names, grown below",
     "fuser/target.py _cuda_targets": "devices",
-    "kernels/grouped/portable.py is_installed": "no arguments",
+    "versions.py has_triton": "no arguments",
     "kernels/runtime/cache.py _compile_seconds": "compiled kernels",
     "kernels/runtime/cache.py directory": "no arguments",
     "flops.py _formulas": "library ops",

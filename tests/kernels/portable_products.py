@@ -82,7 +82,9 @@ def test_weight_gradients(dtype):
         assert_near(portable.grouped_wgrad(dy, x, ends, wide), want, torch.float32)
     start = torch.randn(len(SIZES), dy.shape[1], x.shape[1])
     outs = [one.clone() for one in start.unbind(0)]
-    assert portable.grouped_wgrad_(outs, dy, x, ends, True) is None
+    assert (
+        definitions.grouped_wgrad_(outs, dy, x, ends, True, product=portable.grouped_wgrad) is None
+    )
     want = start + definitions.grouped_wgrad(dy.float(), x.float(), ends)
     assert_near(torch.stack(outs), want, torch.float32)
 
@@ -99,4 +101,7 @@ def test_other_operands_are_left_to_others():
     x, dy, w, ends = operands(torch.float64)
     assert portable.grouped_mm(x, [w], ends) is NotImplemented
     assert portable.grouped_wgrad(dy, x, ends) is NotImplemented
-    assert portable.grouped_wgrad_([w], dy, x, ends) is NotImplemented
+    assert (
+        definitions.grouped_wgrad_([w], dy, x, ends, product=portable.grouped_wgrad)
+        is NotImplemented
+    )

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 import fusible as fz
-from fusible import library
+from fusible import library, versions
 from fusible.kernels import grouped, moe
-from fusible.kernels.grouped import portable, pytorch
+from fusible.kernels.grouped import definitions, pytorch
 from fusible.kernels.runtime import gpu
 from fusible.testing import assume_target
 
@@ -152,7 +152,7 @@ def test_features_of_any_alignment(features, no_sync):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
 def test_without_triton_other_dtypes_synchronise_and_explain_says_so(dtype, no_sync, monkeypatch):
-    monkeypatch.setattr(portable, "is_installed", lambda: False)
+    monkeypatch.setattr(versions, "has_triton", lambda: False)
     with assume_target("sm100"):
         op = fz.GroupedLinear(4, 16, 16, dtype=dtype)
         x = on_device(10, 16, dtype=dtype)
@@ -270,7 +270,9 @@ def test_the_implementations_for_cuda_equal_the_loop(monkeypatch):
         torch.testing.assert_close(pytorch.grouped_wgrad(dy, x, ends), expected)
         for accumulate in (False, True):
             out = [torch.ones_like(expected), torch.ones_like(expected)]
-            pytorch.grouped_wgrad_(out[:1], dy, x, ends, accumulate)
+            definitions.grouped_wgrad_(
+                out[:1], dy, x, ends, accumulate, product=pytorch.grouped_wgrad, rounds=True
+            )
             grouped.grouped_wgrad_(out[1:], dy, x, ends, accumulate)
             torch.testing.assert_close(*out)
 

@@ -178,7 +178,11 @@ grouped_wgrad = define(
 )
 grouped_wgrad_ = define(
     definitions.grouped_wgrad_,
-    cuda=[sm90.grouped_wgrad_, pytorch.grouped_wgrad_, portable.grouped_wgrad_],
+    cuda=[
+        sm90.grouped_wgrad_,
+        partial(definitions.grouped_wgrad_, product=pytorch.grouped_wgrad, rounds=True),
+        partial(definitions.grouped_wgrad_, product=portable.grouped_wgrad),
+    ],
     flops=lambda out, *operands: flops.wgrad(*operands),
 )
 

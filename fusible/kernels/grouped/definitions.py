@@ -11,6 +11,7 @@ scale is the value. These products are computed in FP32 and rounded once, to BF1
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -202,8 +203,18 @@ def grouped_wgrad_(
     accumulate: bool = False,
     dy_scale: Tensor | None = None,
     x_scale: Tensor | None = None,
+    *,
+    product: Callable[..., Any] = grouped_wgrad,
+    rounds: bool = False,
 ) -> None:
-    """`grouped_wgrad` into one tensor ``[E, N, K]`` or E of ``[N, K]``, or added to them."""
+    """`grouped_wgrad` into one tensor ``[E, N, K]`` or E of ``[N, K]``, or added to them.
+
+    ``product`` computes it, which ``rounds`` to the dtype of the operands.
+    """
     # Products into a wider buffer are taken in its dtype, so that nothing is rounded on the way.
     wide = torch.promote_types(out[0].dtype, dy.dtype if dy_scale is None else torch.float32)
-    write(out, grouped_wgrad(dy, x, ends, wide, dy_scale, x_scale), accumulate)
+    dw = product(dy, x, ends, None if rounds else wide, dy_scale, x_scale)
+    if dw is NotImplemented:
+        return NotImplemented
+    write(out, dw, accumulate)
+    return None

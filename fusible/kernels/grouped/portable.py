@@ -7,16 +7,15 @@ is not installed. Triton comes with PyTorch for CUDA.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
-from functools import cache
 from types import NotImplementedType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusible.kernels.stacking import stacked, write
+from fusible import versions
+from fusible.kernels.stacking import stacked
 
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _NAMES = [str(dtype).removeprefix("torch.") for dtype in TRITON_DTYPES]
@@ -36,15 +35,9 @@ def reads_on_device(dtype: str, sm: int, has_triton: bool) -> bool:
     return pytorch_reads_on_device(dtype, sm) or (has_triton and dtype in _NAMES)
 
 
-@cache
-def is_installed() -> bool:
-    """Whether Triton is installed; does not import it."""
-    return importlib.util.find_spec("triton") is not None
-
-
 def supports_dtype(dtype: torch.dtype) -> bool:
     """Whether the kernels multiply matrices of ``dtype``."""
-    return dtype in TRITON_DTYPES and is_installed()
+    return dtype in TRITON_DTYPES and versions.has_triton()
 
 
 def tile_options(dtype: torch.dtype, kernel: str) -> dict[str, Any]:
@@ -125,20 +118,3 @@ def grouped_wgrad(
                 dy, x, ends, out, rows, columns, depth, *dy.stride(), *x.stride(), **blocks
             )
     return out.to(out_dtype) if wide else out
-
-
-def grouped_wgrad_(
-    out: Sequence[Tensor],
-    dy: Tensor,
-    x: Tensor,
-    ends: Tensor,
-    accumulate: bool = False,
-    dy_scale: Tensor | None = None,
-    x_scale: Tensor | None = None,
-) -> NotImplementedType | None:
-    """`definitions.grouped_wgrad_`, into separate matrices by a copy."""
-    dw = grouped_wgrad(dy, x, ends, out[0].dtype, dy_scale, x_scale)
-    if dw is NotImplemented:
-        return NotImplemented
-    write(out, dw, accumulate)
-    return None

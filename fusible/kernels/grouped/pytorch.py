@@ -13,18 +13,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fusible import versions
 from fusible.kernels.grouped import portable
 from fusible.kernels.grouped.definitions import dequantized
 from fusible.kernels.grouped.groups import row_groups
 from fusible.kernels.runtime.gpu import sm_of
-from fusible.kernels.stacking import stacked, write
+from fusible.kernels.stacking import stacked
 
 _ALIGNMENT = 16  # bytes, of strides and pointers, which torch.nn.functional.grouped_mm requires
 
 
 def _is_best(t: Tensor) -> bool:
     """Whether these products are the best there are for BF16 on the device of ``t``."""
-    if t.device.type != "cuda" or torch.version.hip or not portable.is_installed():
+    if t.device.type != "cuda" or torch.version.hip or not versions.has_triton():
         return True
     return portable.pytorch_reads_on_device("bfloat16", sm_of(t.device))
 
@@ -103,20 +104,3 @@ def grouped_wgrad(
         return dy.new_zeros(ends.shape[0], out_features, in_features, dtype=out_dtype)
     dw = F.grouped_mm(_pitched(dy).t(), _pitched(x), offs=ends)
     return dw[:, :out_features, :in_features].contiguous().to(out_dtype or dy.dtype)
-
-
-def grouped_wgrad_(
-    out: Sequence[Tensor],
-    dy: Tensor,
-    x: Tensor,
-    ends: Tensor,
-    accumulate: bool = False,
-    dy_scale: Tensor | None = None,
-    x_scale: Tensor | None = None,
-) -> NotImplementedType | None:
-    """`definitions.grouped_wgrad_`, except that it adds values rounded to BF16."""
-    dw = grouped_wgrad(dy, x, ends, None, dy_scale, x_scale)
-    if dw is NotImplemented:
-        return NotImplemented
-    write(out, dw, accumulate)
-    return None

@@ -8,8 +8,9 @@ import torch
 from sm90_launches import sm90_on_cpu
 
 import fusible as fz
+from fusible import versions
 from fusible.kernels import grouped
-from fusible.kernels.grouped import Glu, definitions, portable, pytorch
+from fusible.kernels.grouped import Glu, definitions, pytorch
 from fusible.kernels.sm90 import checked_products, grouped_products, limits, operands
 from fusible.testing import assume_target
 from fusible.versions import CUTLASS_DSL, Version
@@ -86,7 +87,7 @@ def test_each_call_runs_the_kernels_that_take_it(
         for module in (checked_products, grouped_products):
             patch.setattr(module, "supports", lambda _, *case: operands.supports(device, *case))
         patch.setattr(pytorch.F, "grouped_mm", grouped_mm)
-        patch.setattr(portable, "is_installed", lambda: False)
+        patch.setattr(versions, "has_triton", lambda: False)
         got = grouped.grouped_glu(x, [w], ends, scales, glu)
     assert [*[spec.kind for spec in loaded], *called, "definitions"][0] == ran
     ref.assert_equal_elsewhere(got, want)
