@@ -15,9 +15,14 @@ def check_bools(function: str, **flags: object) -> None:
 
 
 def check_numbers(function: str, **values: object) -> None:
-    """Raise TypeError for a constant that is no number: a tensor would get no gradient."""
+    """Raise TypeError for a constant that is no number: a tensor would get no gradient.
+
+    And ValueError for NaN.
+    """
     for name, value in values.items():
-        if not isinstance(value, Real):
+        if isinstance(value, Real) and value != value:  # noqa: PLR0124
+            raise ValueError(f"{name} of {function} must not be NaN")
+        if not isinstance(value, Real) or isinstance(value, bool):
             raise TypeError(
                 f"{name} of {function} must be a number, a constant that is not trained, got "
                 f"{value!r:.200}; take .item() of a tensor, or define an op with a parameter"

@@ -61,7 +61,7 @@ class Sequential(PatchesCounted, nn.Sequential):
             self.add_module(name, module)
         if isinstance(require, str):
             raise TypeError(f"require must be a list of rules' names, got the string {require!r}")
-        self.require = tuple(registry.rule(name).name for name in require)
+        self.require = tuple(dict.fromkeys(registry.rule(name).name for name in require))
         _sequentials.add([Sequential], self)
 
     # --- calling ---------------------------------------------------------------------------------
@@ -174,14 +174,15 @@ class Sequential(PatchesCounted, nn.Sequential):
     # --- list ------------------------------------------------------------------------------------
 
     def __add__(self, other: Iterable[nn.Module]) -> Sequential:
-        return type(self)(*self, *other)
+        require = (*self.require, *getattr(other, "require", ()))
+        return type(self)(*self, *other, require=require)
 
     def __iadd__(self, other: Iterable[nn.Module]) -> Self:
         self.extend(other)
         return self
 
     def __mul__(self, times: int) -> Sequential:
-        return type(self)(*super().__mul__(times))
+        return type(self)(*super().__mul__(times), require=self.require)
 
     def __getstate__(self) -> dict[str, Any]:
         # Not the runs: a copy makes its own, of its own ops.

@@ -116,8 +116,11 @@ def test_options_are_checked_by_their_row(value):
     for beta in (value, float("inf")):
         with pytest.raises(ValueError, match="beta2 of SiTUGLU must be finite and positive, got"):
             fz.SiTUGLU(beta2=beta)
-    with pytest.raises(TypeError, match="glu_linear_offset of ClampedSwiGLU must be a number"):
-        fz.ClampedSwiGLU(glu_linear_offset="1")
+    for wrong in ("1", True):
+        with pytest.raises(TypeError, match="glu_linear_offset of ClampedSwiGLU must be a number"):
+            fz.ClampedSwiGLU(glu_linear_offset=wrong)
+    with pytest.raises(ValueError, match="glu_linear_offset of ClampedSwiGLU must not be NaN"):
+        fz.ClampedSwiGLU(glu_linear_offset=float("nan"))
 
 
 @pytest.mark.parametrize("name", GATED)

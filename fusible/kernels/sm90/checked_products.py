@@ -60,8 +60,6 @@ class _Operands(NamedTuple):
     products: WeightProducts
     scales: tuple[int, ...] = NO_SCALES
     """Addresses and strides of the scales of FP8 operands, as a launch reads them."""
-    scale_tensors: tuple[Tensor, ...] = ()
-    """The tensors behind those addresses."""
 
 
 def _operands(
@@ -129,8 +127,7 @@ def _scaled_operands(
     products = cached_products(x.device, x.dtype, *layout_of, for_rows, weight.dtype)
     assert products is not None
     scales = x_scale.data_ptr(), w_scale.data_ptr(), *x_scale.stride(), *w_scale.stride()
-    tensors = x_scale, w_scale
-    return _Operands(x, 0, [weight], shape, weight.data_ptr(), 0, products, scales, tensors)
+    return _Operands(x, 0, [weight], shape, weight.data_ptr(), 0, products, scales)
 
 
 def _aligned(t: Tensor) -> Tensor:
@@ -187,7 +184,7 @@ def grouped_mm(
     operands = _operands("x", x, w, ends, transpose_w, x_scale, w_scale)
     if operands is None:
         return NotImplemented
-    x, pitch, w, (groups, *features), address, table, products, scales, _ = operands
+    x, pitch, w, (groups, *features), address, table, products, scales = operands
     shape, dtype = (x.shape[0], features[transpose_w]), products.value_dtype
     if bias is not None:
         check_tensor("bias", bias, (groups, shape[1]), dtype, x.device)
@@ -221,7 +218,7 @@ def grouped_glu(
     unit = limits.FP8_GLU_UNIT if in_halves else limits.MULTIPLE_OF
     if operands is None or not limits.supports_activation(*glu[:2], operands.shape[1], unit):
         return NotImplemented
-    x, pitch, w, shape, address, table, products, operand_scales, _ = operands
+    x, pitch, w, shape, address, table, products, operand_scales = operands
     scales = None if scales is None else as_vector("scales", scales, x)
     if bias is not None:
         check_tensor("bias", bias, shape[:2], products.value_dtype, x.device)
@@ -294,6 +291,7 @@ class _GradientOperands(NamedTuple):
     scales: tuple[int, ...] = NO_SCALES
     """See `_Operands`."""
     scale_tensors: tuple[Tensor, ...] = ()
+    """The tensors behind the addresses of the scales, which may be copies."""
 
 
 def _gradient_operands(

@@ -5,16 +5,12 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.arch import shuffle_sync, shuffle_sync_up
 
+from fusible.kernels.device import bits
 from fusible.kernels.sm90.device.parts import CUTLASS_DTYPES
 
 _LANES = 32
 _EACH = 8  # groups of a lane, whose sizes it has in flight
 _THREADS = 256
-
-
-def _vector(dtype, address, size):
-    pointer = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=dtype.width // 8)
-    return cute.make_tensor(pointer, cute.make_layout((size,)))
 
 
 class GroupEnds:
@@ -29,7 +25,7 @@ class GroupEnds:
     ):
         """Launch. ``sizes`` and ``ends`` are addresses of ``groups`` values."""
         self.kernel(
-            _vector(self.dtype, sizes, groups), _vector(Int32, ends, groups), groups, rows
+            bits.vector(sizes, self.dtype, groups), bits.vector(ends, Int32, groups), groups, rows
         ).launch(grid=[1, 1, 1], block=[_LANES, 1, 1], use_pdl=True, stream=stream)
 
     @cute.kernel
@@ -78,10 +74,10 @@ class TileSums:
     ):
         """Launch. ``partials`` is the address of FP32 ``[tiles, rows]``, ``sums`` of ``[rows]``."""
         matrix = cute.make_tensor(
-            _vector(Float32, partials, rows).iterator,
+            bits.vector(partials, Float32, rows).iterator,
             cute.make_layout((tiles, rows), stride=(Int64(rows), 1)),
         )
-        self.kernel(matrix, _vector(self.dtype, sums, rows), tiles, rows).launch(
+        self.kernel(matrix, bits.vector(sums, self.dtype, rows), tiles, rows).launch(
             grid=[cute.ceil_div(rows, _THREADS), 1, 1],
             block=[_THREADS, 1, 1],
             use_pdl=True,
