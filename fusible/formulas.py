@@ -1,8 +1,9 @@
 """The math of every op, each formula once, as ordinary differentiable PyTorch.
 
-A formula is the fallback, the oracle of the tests, the shape function and, through `vjp`, the
-definition of the backward. Functions named ``*_backward`` are hand-written because they are hot;
-the tests compare each with the derivative of its formula in FP64.
+A formula is what runs where no kernel does, what the tests compare with, what gives shapes on fake
+tensors and, through `vjp`, the definition of the backward. Functions named ``*_backward`` are
+hand-written because they are hot; the tests compare each with the derivative of its formula in
+FP64.
 
 Arithmetic is in FP32 (FP64 for FP64 inputs); results have the dtype of the first argument.
 """

@@ -1,4 +1,4 @@
-"""Hints for unknown names in errors."""
+"""Suggestions for misspelt names in errors."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches

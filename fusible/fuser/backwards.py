@@ -11,8 +11,8 @@ import torch
 class Backward:
     """One backward of autograd's engine, which calls ``callback`` where it ends without an error.
 
-    The engine alone holds the callback, so one that is gone and was not called says that an error
-    ended the backward.
+    The engine alone holds the callback: if it was freed without being called, an error ended the
+    backward.
     """
 
     def __init__(self, callback: _EndCallback) -> None:

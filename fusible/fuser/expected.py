@@ -1,4 +1,4 @@
-"""Checks of a user's fused op against the outputs of its basic ops, found on fake tensors."""
+"""Checks that a user's fused op gives what its basic ops give on fake tensors."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def kind_of(returned: Any) -> str:
 
 
 def _is_profiled() -> bool:
-    """Whether a profiler records this thread; compiled code has no ranges."""
+    """Whether a profiler records this thread; compiled code records no ranges."""
     return not torch.compiler.is_compiling() and torch._C._autograd._profiler_enabled()
 
 

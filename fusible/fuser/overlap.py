@@ -35,9 +35,9 @@ def overlaps(
 ) -> Iterator[Overlap]:
     """The overlaps of a plan's forward or backward, from its steps ``(op, start, stop)`` in order.
 
-    After the op comes one that passes its input on unread, to one later op. That is how one run
-    holds two branches (:class:`fusible.Swap`): the second one, such as a shared expert, needs
-    nothing of the first one's output.
+    The op must be followed by one that hands its input unread to one later op
+    (:class:`fusible.Swap`). That is how one run holds two branches: the second one, such as a
+    shared expert, needs nothing of the first one's output.
     """
     starts = {i: start for _, start, stop in steps for i in range(start, stop)}
     first = {start: op for op, start, _ in steps}

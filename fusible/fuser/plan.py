@@ -512,7 +512,7 @@ def check_cover(fused: Sequence[Any], basic: Sequence[Any], name: str) -> None:
             f"the fusion function {name} must return ops that cover exactly the basic ops it was "
             f"given, in order: given {[type(op).__name__ for op in basic]}, got "
             f"{[type(op).__name__ for op in fused]} covering "
-            f"{[type(op).__name__ for op in expanded]}; correct it, or take it away with "
+            f"{[type(op).__name__ for op in expanded]}; correct it, or remove it with "
             "unregister_rule"
         )
 

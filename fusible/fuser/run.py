@@ -50,8 +50,8 @@ MOST_PLANS = 256
 
 _runs: WeakGroups[Run] = WeakGroups()
 
-# Names of the attributes under which compiled code finds the schedules of calls. Guards of the code
-# miss a schedule that was dropped; a name that was dropped is never given again.
+# Names of the attributes under which compiled code finds the schedules of calls. Code is guarded by
+# its attribute: after that is dropped, it is compiled again, so a dropped name is never reused.
 _traced_names: dict[tuple[Any, ...], str] = {}
 _name_numbers = count()
 
@@ -108,7 +108,7 @@ class Run:
         self._own_recipes: dict[ByOp, Recipe | None] = {}
         self._user: dict[tuple[Any, ...], UserFusions] = {}
         self._read: tuple[int, tuple[int, ...]] = (-1, ())
-        # Unlike plans never dropped: at most two per recipe.
+        # Never dropped, unlike plans: at most two for each recipe.
         self._forwards: set[Forward] = set()
         self._facts = [op.freeze() for op in self.ops]
         forwards = [f for op in self.ops for f in (type(op).fuser_forward, type(op).op_forward)]

@@ -33,7 +33,7 @@ class Wiring:
     public: tuple[Output, ...]
     consumers: dict[Output, tuple[int, ...]]
     copies: tuple[int, ...] = ()
-    """The caller's extra inputs that are copies made to be written to."""
+    """Indices of the caller's extra inputs that are passed as copies: an op writes to them."""
 
     def needed_outside(self, output: Output, start: int, stop: int) -> bool:
         """Whether an extra output of ops[start:stop] is used outside them."""

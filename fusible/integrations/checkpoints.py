@@ -167,7 +167,7 @@ class _Reader:
     op: WeightedOperation
     checkpoint: Mapping[str, Tensor]
     keys: Sequence[str]
-    """In order: a checkpoint has more than 100000, of which each base has few."""
+    """Sorted: a checkpoint may have more than 100000 entries, of which each base needs few."""
     bases: Sequence[str]
     interleave: int | None
     transposed: bool

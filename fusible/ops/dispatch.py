@@ -407,7 +407,7 @@ class Dispatch(BasicOperation):
     def begin_backward(
         self, ctx: OperationContext, grad_output: Tensor, *grad_extra_outputs: Tensor | None
     ) -> Callable[[], OpGrads]:
-        """Begin to return gradients to other processes; what comes back waits for theirs."""
+        """Begin to return gradients to other processes; the result waits for theirs."""
         row_map, *scaled = ctx.saved_tensors
         dscales = None if self.scale_input else grad_extra_outputs[1]
         if self.process_group is not None:

@@ -141,8 +141,8 @@ def begin_send(
 ) -> Callable[[], Tensor]:
     """Begin to send copies of the tokens ``x`` ``[T, n]`` of all processes to those that need them.
 
-    What comes back waits for this process's, ``[R, n]``, in order of rank, then of token. Where all
-    are sent, tokens that pad are zero.
+    Returns a function that waits for the tokens of this process and gives them, ``[R, n]``, in
+    order of rank, then of token. Where all are sent, padding tokens are zero.
     """
     group, dtype = exchange.group, x.dtype
     if exchange.sent is not None:
@@ -157,7 +157,7 @@ def begin_send(
 def _begun(
     op_name: str, group: Any, function: Callable[..., Any], sent: Tensor, *args: Any
 ) -> Callable[[], Tensor]:
-    """Begin an exchange; what comes back waits for its result.
+    """Begin an exchange; return a function that waits for its result.
 
     In a graph that is traced nothing is left to wait for, whatever torch's function returns there
     (2.11: the tensor).
@@ -187,7 +187,7 @@ def begin_send_as(
 ) -> Callable[[], Tensor | PeerRows]:
     """:func:`begin_send` of ``x``, quantized row-wise unless ``fmt`` is None.
 
-    What comes back waits for the copies, as values in the dtype of ``x``.
+    Returns a function that waits for the copies and gives them, as values in the dtype of ``x``.
     """
     if fmt is None:
         placed = _begin_placing(exchange.memory, [(x, exchange.padded)])
@@ -211,7 +211,8 @@ def _begin_placing(
 ) -> Callable[[], list[PeerRows]] | None:
     """Begin an exchange in which every process reads tensors ``[T, n]`` of all, padded to rows.
 
-    None if the memory cannot hold them now. What comes back waits for all processes.
+    Returns a function that waits for all processes and gives the tensors; None if the memory cannot
+    hold them now.
     """
     sizes = [aligned_bytes(rows * t.shape[1] * t.element_size()) for t, rows in given]
     if memory is None or not memory.begin(sum(sizes)):
@@ -363,7 +364,7 @@ def send_choices(
 ) -> tuple[Tensor, Tensor]:
     """The expert ids and weights of the tokens that :func:`begin_send` gives, ``[R, k]``.
 
-    ``per_choice``: one copy was sent for each choice, so k is 1. Ids of tokens that pad are -1.
+    ``per_choice``: one copy was sent for each choice, so k is 1. Ids of padding tokens are -1.
     """
     if per_choice:
         ids, probs, sent_map = (t.reshape(-1, 1) for t in (ids, probs, sent_map))
@@ -443,7 +444,7 @@ def receive(x: Tensor, probs: Tensor, ids: Tensor, settings: Settings) -> Receiv
 
 
 def _reads_sizes(device: torch.device) -> bool:
-    """Whether the host reads sizes also where all tokens are sent, since it need not wait."""
+    """Whether the host reads sizes even with ``send="all"``: on a CPU it need not wait."""
     return device.type == "cpu" and not torch.compiler.is_compiling()
 
 

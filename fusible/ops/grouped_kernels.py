@@ -109,7 +109,7 @@ class GroupedKernels:
         return "values of quantized operands, in BF16 on CUDA"
 
     saves_input = True
-    """Whether `saved_rows` of high precision are those of the input, ``[rows, features]``."""
+    """Whether, in high precision, `saved_rows` saves the input itself, ``[rows, features]``."""
     gathers = False
     """Whether `prepare_rows` takes `GatheredRows`."""
     quantizes_own_inputs = False

@@ -22,7 +22,7 @@ class PatchesCounted(nn.Module):
     """A module that counts its patches: ``module.forward = ...`` and ``module.compile()``."""
 
     slot_values: ClassVar[Mapping[str, Any]] = {}
-    """Slots and what a new object has in them. What copies ``__dict__`` (replicas) leaves them."""
+    """Names and initial values of the slots; a replica, a copy of ``__dict__``, has none."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """An object with nothing but its slots."""

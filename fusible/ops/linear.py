@@ -327,8 +327,9 @@ class Linear(FusedOperation):
     weight: nn.Parameter
     bias: nn.Parameter | None
 
-    # The patches counted when no part was patched, with the hooks of the parts, in one tuple for
-    # threads; and whether the last call called the parts. Of no copy.
+    # `_unpatched`: the count of patches at which no part was patched, and the hooks of the parts,
+    # in one tuple so that threads see both. `_called_parts`: whether the last call called the
+    # parts. Copies start anew.
     __slots__ = ("_called_parts", "_unpatched")
     slot_values: ClassVar[Mapping[str, Any]] = {
         **FusedOperation.slot_values,

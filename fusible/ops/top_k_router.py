@@ -55,9 +55,9 @@ class TopKRouter(BasicOperation):
         top_k: experts for each token.
         score_function: ``"softmax"`` or ``"sigmoid"`` of the logits.
         normalize: divide the weights of a token by their sum.
-        num_groups: divide the experts into that many groups of neighbours, from
-        top_groups: this many of which the experts of a token are chosen: those whose
-        group_top: best scores have the largest sum.
+        num_groups: number of groups of neighbouring experts; None for one.
+        top_groups: number of groups from which the experts of a token are chosen; None for all.
+        group_top: the score of a group is the sum of this many of its best scores.
         expert_bias: keep a buffer ``expert_bias`` ``[num_experts]``, FP32 whatever the module is
             converted to, that is added to the scores where experts are chosen, not in their
             weights; see :meth:`update_expert_bias`.

@@ -582,9 +582,9 @@ def quantize_(
     ``"training"``, or the row-wise one alone, ``"inference"``; None is ``"inference"`` for frozen
     weights and ``"training"`` for others. Weights that are stored in the format already keep their
     bits: only the column-wise form comes or goes. Values of those in another format are quantized,
-    with the error of both. Weights become new parameters, which weights that were shared go on to
-    share: make an optimizer afterwards. Computed weights (parametrized) and modules that are no ops
-    of fusible, transformers' experts among them, are left alone.
+    with the error of both. Each weight becomes a new parameter, and weights that shared one still
+    do: make an optimizer afterwards. Computed weights (parametrized) and modules that are no ops of
+    fusible, transformers' experts among them, are left alone.
 
     Raises:
         TypeError: ``recipe`` is none of ``fusible.recipes``.

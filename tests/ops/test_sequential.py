@@ -419,7 +419,7 @@ def test_require():
     mlp = small(require=["linear_bias_activation"])
     mlp(x)
     assert "linear_bias_activation" in mlp.plan.fired
-    for longer in (mlp + [fz.Identity()], fz.Sequential() + mlp, mlp + mlp, mlp * 2):
+    for longer in (mlp + fz.Sequential(fz.Identity()), fz.Sequential() + mlp, mlp + mlp, mlp * 2):
         assert longer.require == mlp.require
     with pytest.raises(ValueError, match=r"must be one of .*linear_add.*, got 'nothing'"):
         small(require=["nothing"])

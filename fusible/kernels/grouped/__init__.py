@@ -8,10 +8,10 @@ are exactly zero. Weights are one tensor ``[E, N, K]`` or E of ``[N, K]``; opera
 strides.
 
 On the CPU the ops are their definitions (`definitions`, `groups`, `bias_gradients`), of any
-floating dtype. On CUDA they run our kernels for SM90, of BF16 and FP16
-(`fusible.kernels.sm90.limits`); elsewhere PyTorch's grouped product, of BF16 on SM 9.0 and 10.x;
-elsewhere kernels in Triton (`portable`), of BF16, FP16 and FP32; else the definition, which reads
-the end rows on the host. An activation that no epilogue has runs after its product.
+floating dtype. On CUDA the first of these that supports a call runs: our kernels for SM90, of BF16
+and FP16 (`fusible.kernels.sm90.limits`); PyTorch's grouped product, of BF16 on SM 9.0 and 10.x;
+kernels in Triton (`portable`), of BF16, FP16 and FP32; the definition, which reads the end rows on
+the host. An activation that no epilogue has runs after its product.
 
 Where a plan has shown that operands need no check, `sm90.grouped_products` gives the launches of
 our kernels themselves (`fusible.ops.grouped_fast_path`).

@@ -4,9 +4,9 @@ The op's definition is ``quantize_matrix``, ``packed_rows``, ``packed_columns`` 
 on any device; the kernel for CUDA, which Hopper runs too, gives the same values, and the same bytes
 but for elements of padding under a scale that is NaN. Where columns are transformed or elements
 rounded stochastically, the definition runs on CUDA too: the kernels of ``fusible.kernels.quantize``
-and PyTorch's, which pack. NVFP4 needs a pass before, for the largest
-magnitude of each group, unless the kernel that wrote the rows has given it, and the sums of the
-rows a small one after, over an eighth of a byte for each value; sums are FP32, in an order that the
+and PyTorch's, which pack. NVFP4 needs a pass before, for the largest magnitude of each group,
+unless the kernel that wrote the rows has given it. The sums of the rows need a small launch
+afterwards, which reads an eighth of a byte for each value; they are FP32, in an order that the
 groups alone decide.
 """
 

@@ -158,12 +158,16 @@ def supports_tile(
 ) -> bool:
     """Whether a kernel of ``kind`` can have a tile, for a weight of that ``major``.
 
-    More than 128 sums a thread leave no registers for biases and, of a gated one, transposed
-    weights and narrow stripes; nor, in three slabs of 64 rows, for SiTUGLU and, in stripes of 8,
-    for a clamped QGEGLU; nor, in the backward of an activation, for stripes of 16 and, in clusters
-    of two rows, for GEGLU. A gated one has columns of whole stripes. FP8 products (``scaled``) of
-    256 columns have no registers for biases and SiTUGLU. Where its gate and linear columns lie
-    apart, each half of a transposed weight's columns fills a row of shared memory, 64.
+    What has no registers in FP8 products (``scaled``) of 256 columns: biases, SiTUGLU. With more
+    than 128 sums a thread:
+
+    - a plain product: biases;
+    - a gated activation: biases, transposed weights, stripes of 1, 2 and 4, and in three slabs of
+      64 rows SiTUGLU, and in stripes of 8 a clamped QGEGLU;
+    - its backward: stripes of 16, and in clusters of two rows GEGLU.
+
+    A gated activation has columns of whole stripes. Where its gate and linear columns lie apart,
+    each half of a transposed weight's columns fills a row of shared memory, 64.
     """
     if scaled and tile.n > 192 and (bias or activation == "situglu"):
         return False
