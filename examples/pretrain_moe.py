@@ -296,6 +296,4 @@ def main(arguments: list[str] | None = None) -> list[list[float]]:
 
 if __name__ == "__main__":
     main()
-    time.sleep(
-        1
-    )  # PyTorch aborts a process that ends while a thread of gloo frees its last tensors
+    time.sleep(1)  # PyTorch aborts a process that ends while gloo still frees its last tensors

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fusible.arguments import check_bools
 from fusible.names import did_you_mean
 from fusible.versions import (
     CUDA_DRIVER,
@@ -30,9 +31,9 @@ class Target:
     ``sm`` is 10 x major + minor of the compute capability (90 for Hopper, 100 for Blackwell),
     None off CUDA. ``cudnn_frontend`` and ``cutlass_dsl`` are the versions of nvidia-cudnn-frontend
     and nvidia-cutlass-dsl; unless said, those installed here, or those that this package depends
-    on; ``triton`` is that of Triton, which comes with PyTorch for CUDA. ``cuda_driver`` is the CUDA
-    version that the GPU's driver supports. An AMD GPU is
-    ``"rocm"``, which has no ``sm`` whatever PyTorch calls its device and its capability.
+    on. ``cuda_driver`` is the CUDA version that the GPU's driver supports, ``triton`` whether Triton
+    is installed, which comes with PyTorch for CUDA. An AMD GPU is ``"rocm"``, which has no ``sm``
+    whatever PyTorch calls its device and its capability.
     """
 
     device: str
@@ -45,6 +46,9 @@ class Target:
     )
     cuda_driver: Version | None = CUDA_DRIVER
     triton: bool = True
+
+    def __post_init__(self) -> None:
+        check_bools("Target", triton=self.triton)
 
     @classmethod
     def parse(cls, spec: Target | str) -> Target:

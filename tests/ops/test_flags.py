@@ -10,6 +10,7 @@ from fusible import recipes
 from fusible.recipes.formats import nvfp4
 
 REQUIRED = {
+    "device": "cuda",
     "in_features": 4,
     "out_features": 4,
     "num_groups": 2,
