@@ -31,9 +31,9 @@ class Target:
     ``sm`` is 10 x major + minor of the compute capability (90 for Hopper, 100 for Blackwell),
     None off CUDA. ``cudnn_frontend`` and ``cutlass_dsl`` are the versions of nvidia-cudnn-frontend
     and nvidia-cutlass-dsl; unless said, those installed here, or those that this package depends
-    on. ``cuda_driver`` is the CUDA version that the GPU's driver supports, ``triton`` whether Triton
-    is installed, which comes with PyTorch for CUDA. An AMD GPU is ``"rocm"``, which has no ``sm``
-    whatever PyTorch calls its device and its capability.
+    on. ``cuda_driver`` is the CUDA version that the GPU's driver supports, ``triton`` whether
+    Triton is installed, which comes with PyTorch for CUDA. An AMD GPU is ``"rocm"``, which has no
+    ``sm`` whatever PyTorch calls its device and its capability.
     """
 
     device: str

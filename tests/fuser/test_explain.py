@@ -83,10 +83,10 @@ def test_grouped_mlp_on_every_target(target):
     [
         (torch.float64, fz.Target("cuda", 100), True),
         (torch.float32, fz.Target("cuda", 100), False),
-        (torch.float32, fz.Target("cuda", 100, triton=None), True),
-        (torch.bfloat16, fz.Target("cuda", 100, triton=None), False),
+        (torch.float32, fz.Target("cuda", 100, triton=False), True),
+        (torch.bfloat16, fz.Target("cuda", 100, triton=False), False),
         (torch.bfloat16, fz.Target("cuda", 80), False),
-        (torch.bfloat16, fz.Target("cuda", 120, triton=None), True),
+        (torch.bfloat16, fz.Target("cuda", 120, triton=False), True),
         (torch.float64, fz.Target("cpu"), False),
     ],
 )

@@ -159,7 +159,7 @@ def test_without_triton_other_dtypes_synchronise_and_explain_says_so(dtype, no_s
         splits = torch.ones(4, dtype=torch.int64)
         with pytest.raises(REFUSED):
             op(x, splits)
-        notes = op.notes(str(dtype).removeprefix("torch."), fz.Target("cuda", 100, triton=None))
+        notes = op.notes(str(dtype).removeprefix("torch."), fz.Target("cuda", 100, triton=False))
     assert "a synchronisation" in notes[0]
     assert op.notes("bfloat16", fz.Target("cuda", 100)) == ()
 
