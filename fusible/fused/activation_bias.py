@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from fusible.fused.kernel_selection import CUTLASS
 from fusible.fuser.conditions import at_least, equal, multiple_of, one_of, this, where
 from fusible.fuser.rules import rule
 from fusible.kernels.dense import activation_bias_backward
@@ -33,6 +34,7 @@ class BackwardActivationBias(FusedOperation):
 
 @rule(
     where(this.device, "cuda", at_least(this.sm, MIN_SM)),
+    where(this.device, "cuda", CUTLASS),
     one_of(this.activation.dtype, "bfloat16", "float16"),
     where(this.device, "cuda", multiple_of(this.bias.size, VECTOR)),
     equal(this.bias.params_require_grad, True),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fusible.formulas import gain
+from fusible.fused.kernel_selection import CUTLASS
 from fusible.fuser.conditions import at_least, at_most, equal, multiple_of, one_of, this, where
 from fusible.fuser.rules import rule
 from fusible.kernels.dense import rms_norm_backward
@@ -38,6 +39,7 @@ class BackwardAddRMSNorm(FusedOperation):
 
 @rule(
     where(this.device, "cuda", at_least(this.sm, MIN_SM)),
+    where(this.device, "cuda", CUTLASS),
     one_of(this.norm.dtype, "bfloat16", "float16"),
     where(this.device, "cuda", multiple_of(this.norm.features, VECTOR)),
     where(this.device, "cuda", at_most(this.norm.features, MAX_FEATURES)),

@@ -33,7 +33,7 @@ SM90_INTERLEAVES = (None, *sm90.INTERLEAVES[1:])
 """Layouts of gate and linear columns that the SM90 kernels take: halves, or blocks of columns."""
 
 NO_OVERRIDE = equal(this.backward_override, None)
-_CUTLASS = at_least(
+CUTLASS = at_least(
     this.cutlass_dsl, CUTLASS_DSL, f"pip install 'nvidia-cutlass-dsl[cu13]>={CUTLASS_DSL}'"
 )
 _CUDNN = at_least(
@@ -46,7 +46,7 @@ def needs_sm90(*linears: Any) -> tuple[Condition, ...]:
     """Conditions of the SM90 kernels on the machine, the recipe and linears."""
     return (
         equal(this.sm, sm90.ARCHITECTURE),
-        _CUTLASS,
+        CUTLASS,
         # Under a recipe, operands are dequantized to BF16.
         where(this.quantizes, False, one_of(linears[0].dtype, *sm90.DTYPES)),
         *_sizes(sm90.MULTIPLE_OF, *linears),
@@ -63,7 +63,7 @@ def needs_sm90_fp8(*linears: Any) -> tuple[Condition, ...]:
     )
     return (
         equal(this.sm, sm90.ARCHITECTURE),
-        _CUTLASS,
+        CUTLASS,
         equal(this.fp8_products, True, "set fp8_products=True in the recipe"),
         *[where(this.fp8_products, True, need) for need in formats],
         NO_OVERRIDE,
@@ -76,7 +76,7 @@ def needs_sm100(*linears: Any) -> tuple[Condition, ...]:
     return (
         one_of(this.sm, *sm100.ARCHITECTURES),
         _CUDNN,
-        _CUTLASS,
+        CUTLASS,
         _DRIVER,
         one_of(this.vectors.input, *sm100.VECTORS),
         equal(this.vectors.weight, this.vectors.input),

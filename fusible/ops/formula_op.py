@@ -89,7 +89,7 @@ class FormulaOp(OwnParameters):
         autograd itself.
         """
         self._refuse_extra_tensors("fuser_backward")
-        if type(self).formula is FormulaOp.formula:
+        if self._is_forward_by_hand() or type(self).formula is FormulaOp.formula:
             raise TypeError(
                 f"{type(self).__name__} must define op_backward with op_forward (fuser_backward "
                 "with fuser_forward), got none"
@@ -133,6 +133,10 @@ class FormulaOp(OwnParameters):
                     "torch.compile, which shows whether it draws random numbers, got an error; "
                     "call the module uncompiled"
                 ) from error
+
+    def _is_forward_by_hand(self) -> bool:
+        """Whether the forward may save something else than the formula's arguments."""
+        return False
 
     def _refuse_extra_tensors(self, method: str) -> None:
         if self.num_extra_inputs or self.num_extra_outputs:

@@ -194,7 +194,10 @@ class GroupedKernels:
         return operand_values(x, "wgrad", "input", compute_dtype(saved[0].device))
 
     def weights(self, call: LinearCall) -> tuple[Any, Any]:
-        """The weights ``[E, out, in]`` for `product` and `glu`, and for `saved_weights`."""
+        """The weights for `product` and `glu`, and for `saved_weights`.
+
+        Here in a list, E of ``[out, in]`` or one ``[E, out, in]``.
+        """
         linear, ctx = call.linear, call.ctx
         if not ctx.quantizes:
             if not ctx.requires_grad and (stored := linear.stored_weights(ctx, ctx.dtype)):

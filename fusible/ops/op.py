@@ -370,6 +370,7 @@ class BasicOperation(Channels, FormulaOp, FusibleOperation):
         Called when a run captures the op, since plans rely on both.
         """
         self._frozen = True
+        self._check_formula()
         self._names = self._find_names()
         return {name: self._fact(name) for name in self.fact_names}
 
@@ -427,6 +428,26 @@ class BasicOperation(Channels, FormulaOp, FusibleOperation):
         methods = [f"{by}_{way}" for by in ("op", "fuser") for way in ("forward", "backward")]
         by_hand = _overrides(self, BasicOperation, *methods, "forward_impl", "backward_impl")
         return not by_hand and _overrides(self, BasicOperation, "formula")
+
+    def _is_forward_by_hand(self) -> bool:
+        """See :class:`FormulaOp`."""
+        return _overrides(self, BasicOperation, "op_forward", "fuser_forward")
+
+    def _check_formula(self) -> None:
+        """Raise TypeError for a formula below methods by hand, which would run instead of it."""
+        methods = "forward_impl", "op_forward", "fuser_forward"
+        classes = type(self).__mro__
+        classes = classes[: classes.index(BasicOperation)]
+        defining = [
+            c for c in classes if "formula" in vars(c) or any(n in vars(c) for n in methods)
+        ]
+        by_hand = [c for c in defining if any(n in vars(c) for n in methods)]
+        if by_hand and defining[0] not in by_hand and not is_ours(defining[0]):
+            raise TypeError(
+                f"{type(self).__name__} must override op_forward and op_backward, or fuser_forward "
+                f"and fuser_backward, as the math of {by_hand[0].__name__} is written by hand, got "
+                "formula, which would not be called"
+            )
 
     def _returns_grads(self) -> bool:
         """See :class:`OwnParameters`."""

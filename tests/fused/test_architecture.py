@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -29,7 +30,8 @@ class Batched(GroupedKernels):
         return GroupedOperand(batch, batch)
 
     def weights(self, call):
-        return (call.linear.weights_in(call.ctx, call.ctx.dtype),) * 2
+        weights = call.linear.weights_in(call.ctx, call.ctx.dtype)  # E, or one of all groups
+        return ([weights[0] if len(weights) == 1 else torch.stack(weights)],) * 2
 
     def product(self, call, x, weights, row_scale, output):
         y, bias = (x @ weights[0].mT).sum(0), call.linear.stacked_bias(call.ctx, x.dtype)
@@ -65,22 +67,25 @@ def results(module, inputs) -> list[Tensor]:
     return [y, *torch.autograd.grad(y, leaves, torch.cos(torch.arange(y.numel())).view_as(y))]
 
 
-def test_a_new_architecture(own_fusions):
+@pytest.mark.parametrize("single", [True, False])
+def test_a_new_architecture(own_fusions, single):
     own_fusions.install(
         [
             replace(grouped_mlp, kernels=(BATCHED.for_mlp, *grouped_mlp.kernels)),
             replace(grouped_linear, kernels=(BATCHED.for_linear, *grouped_linear.kernels)),
         ]
     )
-    options = {"single_grouped_weight": True, "single_grouped_bias": True, "dtype": torch.float64}
+    options = {"single_grouped_weight": single, "single_grouped_bias": single}
+    options["dtype"] = torch.float64
     mlp = fz.Sequential(
         fz.GroupedLinear(4, 8, 32, **options),
         fz.ScaledSwiGLU(),
         fz.GroupedLinear(4, 16, 24, **options),
         fz.GroupedLinear(4, 24, 8, **options),
     )
-    for bias in (mlp[0].bias, mlp[2].bias, mlp[3].bias):
-        torch.nn.init.normal_(bias)
+    for name, parameter in mlp.named_parameters():
+        if "bias" in name:
+            torch.nn.init.normal_(parameter)
     x, splits = torch.randn(12, 8, dtype=torch.float64), torch.tensor([5, 0, 4, 2])
     scales = torch.rand(12, dtype=torch.float64)
     inputs = x.requires_grad_(), splits, scales.requires_grad_(), splits, splits

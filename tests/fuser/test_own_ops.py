@@ -570,3 +570,37 @@ def test_te_ops_calls_of_the_packages_ops_give_lists_by_op():
     assert list(map(len, params)) == [0]
     assert torch.equal(grads[0][0], torch.ones(3, 1))
     assert grads[0][1] is None
+
+
+class HalfByHand(fz.BasicOperation):
+    def formula(self, x):
+        return x.square()
+
+    def op_forward(self, ctx, x, prev_op_grad_output_quantizer, next_op_input_quantizer):
+        y = x.square()
+        ctx.save_for_backward(y)
+        return y
+
+
+def test_a_formula_is_no_backward_of_a_forward_by_hand():
+    x = torch.tensor([3.0], requires_grad=True)
+    y = HalfByHand()(x)
+    with pytest.raises(TypeError, match="HalfByHand must define op_backward with op_forward"):
+        y.backward()
+    assert HalfByHand()(x.detach()) == 9
+
+
+class ByHandBelow(HalfByHand):
+    def op_backward(self, ctx, dy):
+        return 6 * dy, ()
+
+
+@pytest.mark.parametrize("base", [fz.GELU, fz.RMSNorm, ByHandBelow])
+def test_a_formula_does_not_override_methods_by_hand(base):
+    class Doubled(base):
+        def formula(self, x, *params):
+            return 2 * x
+
+    op = Doubled(4) if base is fz.RMSNorm else Doubled()
+    with pytest.raises(TypeError, match="Doubled must override op_forward and op_backward"):
+        op(torch.ones(3, 4))
