@@ -1,10 +1,12 @@
 """Products of few rows with stored weights: numbers on arrays, the ops on the CPU, compilation."""
 
 import re
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
+from pairs import every_pair
 from stored_weights import FORMATS, stored
 
 import fusible as fz
@@ -120,17 +122,15 @@ def test_tiles_fit(fmt, rows, depth):
 
 def compiled_specs():
     """Every pair of format, number of rows and epilogue; each format with most rows in both."""
-    for i, fmt in enumerate(FORMATS):
-        for j, row_tiles in enumerate((1, 2, 4)):
-            for gated in (False, True):
-                spec = FewRowsSpec(fmt, table=gated, bias=gated, scale="f32", row_tiles=row_tiles)
-                if spec.scales_sums and row_tiles == 4:
-                    continue  # not chosen: see test_tiles_fit
-                if gated:
-                    of_glu = {"activation": "swiglu", "gated": True, "interleave": 32}
-                    spec = spec._replace(**of_glu, warps_across=2)
-                if row_tiles == 4 or (i + j) % 2 == gated:
-                    yield pytest.param(spec, id=f"{fmt.name}-{row_tiles}-{gated}")
+    few, most = product(FORMATS, (1, 2), (False, True)), product(FORMATS, (4,), (False, True))
+    for fmt, row_tiles, gated in [*every_pair(few), *most]:
+        spec = FewRowsSpec(fmt, table=gated, bias=gated, scale="f32", row_tiles=row_tiles)
+        if spec.scales_sums and row_tiles == 4:
+            continue  # not chosen: see test_tiles_fit
+        if gated:
+            of_glu = {"activation": "swiglu", "gated": True, "interleave": 32}
+            spec = spec._replace(**of_glu, warps_across=2)
+        yield pytest.param(spec, id=f"{fmt.name}-{row_tiles}-{gated}")
 
 
 @pytest.mark.parametrize("spec", [*compiled_specs()])
@@ -336,16 +336,9 @@ def test_inference_multiplies_weights_as_they_are_stored(recipe, separate, usage
     assert x.grad is not None
 
 
-# Every pair of the three.
 @pytest.mark.parametrize(
     ("recipe", "separate", "usage"),
-    [
-        (recipe, separate, usage)
-        for i, recipe in enumerate(RECIPES)
-        for separate in (False, True)
-        for j, usage in enumerate(("inference", "training"))
-        if (i + separate + j) % 2 == 0
-    ],
+    every_pair(product(RECIPES, (False, True), ("inference", "training"))),
     ids=str,
 )
 def test_compiled_inference_gives_the_same(recipe, separate, usage, fresh_compiler):

@@ -14,23 +14,6 @@ RECIPES = {name: recipe for name, recipe in KINDS.items() if recipe is not None}
 each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=[*RECIPES])
 
 
-def modes_and_recipes(name, choices, modes=("eager", "compiled")):
-    """Give a test each choice in each mode under each recipe.
-
-    Compiled, which takes seconds, under every second recipe: each choice and each recipe occurs.
-    """
-    return pytest.mark.parametrize(
-        (name, "mode", "recipe"),
-        [
-            pytest.param(choice, mode, recipe, id=f"{label}-{mode}-{of}")
-            for i, (label, choice) in enumerate(choices.items())
-            for mode in modes
-            for j, (of, recipe) in enumerate(RECIPES.items())
-            if mode != "compiled" or (i + j) % 2 == 0
-        ],
-    )
-
-
 def values(t):
     return t.dequantize() if isinstance(t, QuantizedTensor | fz.GroupedTensor) else t
 
@@ -104,7 +87,9 @@ PLACES = {
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@modes_and_recipes("place", {place: place for place in PLACES})
+@each_recipe
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+@pytest.mark.parametrize("place", PLACES)
 def test_neighbours_that_read_values_get_them(place, mode, recipe):
     before, after = [[make() for make in makers] for makers in PLACES[place]]
     seq = fz.Sequential(*before, fz.Quantize(True, True), *after)
@@ -135,7 +120,9 @@ def for_both_uses(t, fmt):
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@modes_and_recipes("shape", {"matrix": (48, 128), "3-D": (2, 20, 128)})
+@each_recipe
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+@pytest.mark.parametrize("shape", [(48, 128), (2, 20, 128)], ids=["matrix", "3-D"])
 def test_a_gradient_behind_a_linear_with_a_bias_is_quantized_once(shape, mode, recipe):
     linear = fz.Linear(128, 256)
     seq = fz.Sequential(linear, fz.Quantize(True, True))
@@ -160,20 +147,12 @@ def grouped_values(t, fmt, sizes):
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@modes_and_recipes(
-    "choice",
-    # Whether there is an MLP and whether the bias is scaled, so that compiled, too, every pair is.
-    {
-        "linear-bias": (False, False),
-        "linear-scaled bias": (False, True),
-        "mlp-scaled bias": (True, True),
-        "mlp-bias": (True, False),
-    },
-    ["eager", "compiled", "sm100", "sm90"],
-)
-def test_a_grouped_bias_sums_the_quantized_gradient(choice, mode, recipe):
+@each_recipe
+@pytest.mark.parametrize("mode", ["eager", "compiled", "sm100", "sm90"])
+@pytest.mark.parametrize("scaled", [False, True], ids=["bias", "scaled bias"])
+@pytest.mark.parametrize("mlp", [False, True], ids=["linear", "mlp"])
+def test_a_grouped_bias_sums_the_quantized_gradient(mlp, scaled, mode, recipe):
     """Of each group apart, once; as that of a ``Linear`` does, in a fused MLP too."""
-    mlp, scaled = choice
     sizes = torch.tensor([64, 0, 48])
     fc2 = fz.GroupedLinear(3, 128, 256, dtype=torch.bfloat16, scale_bias=scaled)
     for bias in fc2.biases():

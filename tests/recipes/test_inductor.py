@@ -1,8 +1,11 @@
 """What Inductor compiles on the CPU gives the bits of eager code, for every number format."""
 
+from itertools import product
+
 import pytest
 import torch
 from number_formats import RECIPES
+from pairs import every_pair
 from torch import nn
 
 import fusible as fz
@@ -92,16 +95,9 @@ def test_an_optimizer_step(make, kind):
     assert (error <= bound + 1e-5).all()
 
 
-# Every pair of the three.
 @pytest.mark.parametrize(
     ("foreach", "backend", "kind"),
-    [
-        pytest.param(foreach, backend, kind, id=f"{label}-{backend}-{kind}")
-        for i, (label, foreach) in enumerate({"one by one": False, "foreach": True}.items())
-        for j, backend in enumerate(["eager", "aot_eager", "inductor"])
-        for k, kind in enumerate(OF_WEIGHTS)
-        if (i + j + k) % 2 == 0
-    ],
+    every_pair(product((False, True), ("eager", "aot_eager", "inductor"), OF_WEIGHTS)),
 )
 def test_steps_of_adamw_over_ordinary_weights(foreach, backend, kind):
     """The bits of ordinary weights that are quantized after each of AdamW's two writes.

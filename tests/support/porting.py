@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from every_op import ACTIVATIONS, NORMS, SCALED, SMALL, extra_inputs
 from fuzz import formats
 from number_formats import KINDS
+from pairs import every_pair
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -404,7 +405,7 @@ GROUPS_OF_CASES: dict[str, tuple[Callable[[], Iterator[Case]], int]] = {
 }
 """Each group, and every how many-th case the test runs; none divides a number of choices.
 
-0: those that have every pair of two fields' values, see `every_pair`.
+0: those that have every pair of two fields' values.
 """
 
 
@@ -608,17 +609,6 @@ def rms(t: Tensor) -> float:
 
 
 # --- the share that runs --------------------------------------------------------------------------
-
-
-def every_pair(cases: list[Case]) -> Iterator[Case]:
-    """Cases that have every pair of two fields' values that any of ``cases`` have."""
-    seen: set[tuple[object, ...]] = set()
-    # In steps, since neighbours differ in one field: each would add few pairs.
-    for case in [case for start in range(53) for case in cases[start::53]]:
-        pairs = set(itertools.combinations(case._asdict().items(), 2))
-        if not pairs <= seen:
-            seen |= pairs
-            yield case
 
 
 def outcomes(group: str, every: bool = False) -> Iterator[tuple[Case, str]]:

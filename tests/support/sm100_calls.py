@@ -7,6 +7,7 @@ from unittest import mock
 
 import torch
 from number_formats import MX, NV
+from pairs import every_pair
 
 import fusible as fz
 
@@ -95,6 +96,18 @@ def transposed(w):
     return w.mT.contiguous().mT
 
 
+# Kinds of weights, bias and whether sums shall have an order, activation: what some kernel tells
+# apart; and of what the gradients of weights are written or added to.
+KINDS = [*product(RECIPES.values(), (True, False))]
+BIASES = ("none", False), ("none", True), ("plain", False)
+MLPS = [
+    (kind, bias, act)
+    for kind, bias, act in product(KINDS, BIASES, (SWIGLU, GEGLU, SITUGLU))
+    if kind[0] is not None or act is not SITUGLU
+]
+MAIN_GRADS = [*product(KINDS, (torch.float32, BF16), (True, False))]
+
+
 def every_configuration(recipe, single, groups, device="cpu", pairs=True):
     """Modules and inputs that call every kernel of a recipe, over all options that it knows.
 
@@ -102,24 +115,15 @@ def every_configuration(recipe, single, groups, device="cpu", pairs=True):
     sums shall have an order. Without ``pairs``, every option but not with every other one: those
     of each recipe and each kind of weights are others, and all pairs together.
     """
-    sizes = [20, *[0] * (groups - 2), 30]
-    # Bias, whether sums shall have an order, activation: what is told apart by some kernel.
-    biases = [("none", False), ("none", True), ("plain", False)]
-    acts = (SWIGLU, GEGLU) if recipe is None else (SWIGLU, GEGLU, SITUGLU)
-    shift = [*RECIPES.values()].index(recipe) + (not single)
-    mlps = [
-        (*bias, act)
-        for i, bias in enumerate(biases)
-        for j, act in enumerate(acts)
-        if pairs or (i + shift) % len(acts) == j
-    ]
-    for bias, ordered, act in [*mlps, ("scaled", False, SWIGLU)]:
+    sizes, kind = [20, *[0] * (groups - 2), 30], (recipe, single)
+    mlps = [case[1:] for case in (MLPS if pairs else every_pair(MLPS)) if case[0] == kind]
+    for (bias, ordered), act in [*mlps, (("scaled", False), SWIGLU)]:
         options = {**SINGLE, "single_grouped_weight": single, "bias": bias != "none"}
         module = module_of(recipe, options, act, groups, bias == "scaled", device)
         name = f"mlp, {bias} bias, {type(act).__name__}{', ordered' if ordered else ''}"
         yield name, module, inputs_of(module, sizes, 60, device), ordered
-    for dtype, overwrite in product((torch.float32, BF16), (True, False)):
-        if not (pairs or single) and overwrite == ((dtype == BF16) == (recipe is None)):
+    for of, dtype, overwrite in MAIN_GRADS if pairs or single else every_pair(MAIN_GRADS):
+        if of != kind:
             continue
         linear = linear_with_main_grad(recipe, single, dtype, overwrite, groups, device)
         x = torch.randn(60, 128, dtype=BF16, device=device)

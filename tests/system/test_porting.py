@@ -7,6 +7,7 @@ import pytest
 import reference as ref
 import torch
 from number_formats import KINDS
+from pairs import every_pair
 
 import fusible as te
 
@@ -179,16 +180,13 @@ def test_in_place_sums_are_in_the_memory_of_the_extra_input():
 # --- own fusions ----------------------------------------------------------------------------------
 
 
-ADDENDS = [*product(["alone", "linear", "scaled"], [(8,), (1, 8), (5, 1), (2, 1, 1), ()])]
+ADDENDS = ["alone", "linear", "scaled"], [(8,), (1, 8), (5, 1), (2, 1, 1), ()], [False, True]
 
 
 @pytest.mark.parametrize(
     ("start", "shape", "in_place", "compiled"),
-    [
-        *[(*case, in_place, False) for case in ADDENDS for in_place in (False, True)],
-        # Every pair: compilation takes half a second.
-        *[(*case, i % 2 == 0, True) for i, case in enumerate(ADDENDS)],
-    ],
+    # Compilation takes half a second.
+    [*product(*ADDENDS, [False]), *every_pair(product(*ADDENDS, [True]))],
 )
 @pytest.mark.usefixtures("fresh_compiler")  # one function is compiled for a few modules only
 def test_addends_broadcast(start, shape, in_place, compiled):

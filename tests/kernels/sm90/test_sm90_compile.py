@@ -3,6 +3,7 @@
 import struct
 
 import pytest
+from pairs import every_pair
 
 from fusible.kernels.runtime.launch import compile_kernel
 from fusible.kernels.sm90.spec import BACKWARD, SHARED_BYTES, Spec, Tile
@@ -143,23 +144,18 @@ KERNELS += [
 ]
 
 
-def enough(specs):
-    """Those of which no earlier ones have every pair that the code treats together.
+def parts(spec):
+    """The pairs of options that the code treats together.
 
     The accumulators and the epilogue depend on the options and the tile's shape; loads on its
     cluster and each of `LOADS`; how tiles are assigned, and slots of pre-activations, on the kind.
     """
-    seen = set()
-    for spec in specs:
-        tile, kind = spec.tile, (spec.kind, spec.scaling)
-        shape = tile._replace(cluster_m=1, cluster_n=1, dynamic=False, ahead=3)
-        options = spec._replace(tile=shape, stripe=-1 if spec.paired else spec.stripe)
-        cluster = tile.cluster_m, tile.cluster_n
-        pairs = {options, (kind, tile)}
-        pairs |= {(kind, cluster, field, getattr(spec, field)) for field in LOADS}
-        if not pairs <= seen:
-            yield spec
-        seen |= pairs
+    tile, kind = spec.tile, (spec.kind, spec.scaling)
+    shape = tile._replace(cluster_m=1, cluster_n=1, dynamic=False, ahead=3)
+    options = spec._replace(tile=shape, stripe=-1 if spec.paired else spec.stripe)
+    cluster = tile.cluster_m, tile.cluster_n
+    loads = [(kind, cluster, field, getattr(spec, field)) for field in LOADS]
+    return [options, (kind, tile), *loads]
 
 
 LOADS = "dtype", "b_dtype", "weight_major", "table", "paired"
@@ -195,7 +191,7 @@ GEMM = "sm90.gemm.GroupedGemm"
 NAMES = {spec: f"{spec.kind}-{spec.tile}-{i}" for i, spec in enumerate(KERNELS)}
 
 
-@pytest.mark.parametrize("spec", list(enough(KERNELS)), ids=NAMES.get)
+@pytest.mark.parametrize("spec", every_pair(KERNELS, parts), ids=NAMES.get)
 def test_kernel_compiles_without_spills(spec, tmp_path, record_property, capfd):
     options = f"--gpu-arch sm_90a --keep-cubin --dump-dir={tmp_path} remarks{{ptx}}"
     compiled = compile_kernel(GEMM, (spec,), options)
