@@ -144,6 +144,15 @@ def default_device():
     torch.set_default_device(None)
 
 
+@pytest.fixture(scope="module")
+def one_thread():
+    """Of tiny tensors, two threads wait for each other wherever tests run in parallel."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def poisoned():
     """New memory holds NaN, so that an element that nothing wrote is seen."""

@@ -1,32 +1,20 @@
 """Nothing dequantizes by itself in what people train, under any recipe."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import reference as ref
 import torch
 from number_formats import RECIPES
+from scripts import load
 
 import fusible as fz
 from fusible import recipes
 from fusible.testing import assume_target
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-
-
-def decoder_layer():
-    spec = importlib.util.spec_from_file_location("decoder_layer", EXAMPLES / "decoder_layer.py")
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
-    return example.DecoderLayer(128, 4, 128)
-
-
 MODELS = {
     "MoE block": lambda: ref.moe_block(128, 4, 128, 2),
     "MoE block with a shared expert": lambda: ref.moe_block(128, 4, 128, 2, shared=128),
     "MoE block, weighted": lambda: ref.moe_block(128, 4, 128, 2, weighted=True, recompute=True),
-    "decoder layer": decoder_layer,
+    "decoder layer": lambda: load("decoder_layer").DecoderLayer(128, 4, 128),
 }
 
 

@@ -1,25 +1,19 @@
 """A decoder layer and a pre-norm MLP in ops train as the same in plain torch.nn modules do."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
+from scripts import ROOT, load
 from torch import nn
 
 import fusible as fz
 
-ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "LICENSE").read_bytes()
 
 
 @pytest.fixture(scope="module")
 def example():
-    spec = importlib.util.spec_from_file_location("decoder", ROOT / "examples/decoder_layer.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load("decoder_layer")
 
 
 def mlp_pair(hidden=32, inner=64):

@@ -1,33 +1,23 @@
 """The example behind ``make demo``, at a tiny size: it learns, explains itself and draws."""
 
-import importlib.util
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from scripts import EXAMPLES, ROOT, load
 
 import fusible
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "moe_block.py"
+EXAMPLE = EXAMPLES / "moe_block.py"
 TINY = ["--hidden=32", "--layers=1", "--experts=4", "--expert-features=16"]
 TINY += ["--context=32", "--batch=8", "--device=cpu"]
 
 
 @pytest.fixture(scope="module")
-def example():
-    spec = importlib.util.spec_from_file_location("moe_block", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    # Tiny tensors on one thread: two of them wait for each other wherever tests run in parallel.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield module
-    torch.set_num_threads(threads)
-    del sys.modules[spec.name]
+def example(one_thread):
+    return load("moe_block")
 
 
 @pytest.fixture(scope="module")
@@ -151,11 +141,10 @@ def test_bad_arguments_are_named(example, capsys, arguments, message):
 
 
 def test_the_help_of_the_command(tmp_path):
-    root = EXAMPLE.parents[1]
     done = subprocess.run(
         [sys.executable, EXAMPLE, "--help"],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(root)},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=True,

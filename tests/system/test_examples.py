@@ -1,31 +1,13 @@
 """The small examples: what they print and learn; ``make demo`` has tests of its own."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import reference as ref
 import torch
+from scripts import EXAMPLES, load
 
 import fusible as fz
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Of tiny tensors, two threads wait for each other wherever tests run in parallel."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_custom_fusion(own_fusions, capsys):

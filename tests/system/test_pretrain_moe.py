@@ -1,56 +1,34 @@
 """``examples/pretrain_moe.py`` through torchrun on two processes, beside one process."""
 
-import importlib.util
 import json
 import math
-import os
 import shutil
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from scripts import EXAMPLES, load, torchrun
 from torch import distributed as dist
 
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs torch with gloo")
-ROOT = Path(__file__).parents[2]
-EXAMPLE = ROOT / "examples" / "pretrain_moe.py"
+pytestmark = [
+    pytest.mark.skipif(not dist.is_gloo_available(), reason="needs torch with gloo"),
+    pytest.mark.usefixtures("one_thread"),  # as torchrun gives each process
+]
+EXAMPLE = EXAMPLES / "pretrain_moe.py"
 STEPS, SAVED = 24, 12
 SIZES = ("--device=cpu", "--hidden=64", "--inner=64", "--sequence=64", "--batch=8")
 RUN = (*SIZES, f"--steps={STEPS}", f"--save-every={SAVED}")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """As torchrun gives each process: on tiny tensors threads wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def example():
-    spec = importlib.util.spec_from_file_location("pretrain_moe", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load("pretrain_moe")
 
 
 def two_processes(folder, *arguments):
     """What each step gave, and what was printed."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*torchrun, EXAMPLE, *RUN, f"--out={folder}", *arguments],
-        check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads((folder / "pretrain_moe.json").read_text()), done.stdout + done.stderr
+    printed = torchrun(EXAMPLE, *RUN, f"--out={folder}", *arguments)
+    return json.loads((folder / "pretrain_moe.json").read_text()), printed
 
 
 @pytest.fixture(scope="module")
