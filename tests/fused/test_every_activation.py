@@ -5,6 +5,7 @@ import copy
 import pytest
 import reference as ref
 import torch
+from checks import saved_tensors
 from number_formats import BLOCK_FP8, RECIPES
 from sm90_launches import is_direct, ops_only, sm90_on_cpu
 
@@ -128,12 +129,8 @@ def test_recomputed_activation_under_a_recipe(recipe, trained):
         act = fz.ScaledSReLU(activation_recompute_in_mlp=recompute)
         module = mlp(act, bias=False, hidden=128, inner=128)
         module[2].requires_grad_(trained)
-        given, saved = inputs(module), []
-        with (
-            fz.autocast(recipe=recipe),
-            torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),  # noqa: B023
-        ):
-            values = step(module, given, "sm90")
+        with fz.autocast(recipe=recipe), saved_tensors() as saved:
+            values = step(module, inputs(module), "sm90")
         kept.append((sum(t.numel() * t.itemsize for t in saved), values))
     (whole, want), (less, got) = kept
     assert whole - less >= ROWS * 128 * trained

@@ -110,23 +110,18 @@ CASES += [
 FP8_CASES = CASES[:15] + [Case(mode, BF16, quantized_send=True) for mode in ("tokens", "all")]
 
 
-def test_experts_over_a_group(tmp_path):
+@pytest.mark.parametrize(
+    ("cases", "run", "rule"),
+    [(CASES, fused, "moe_experts_sm90"), (FP8_CASES, fused_fp8, FP8)],
+    ids=["bf16", "fp8"],
+)
+def test_experts_over_a_group(cases, run, rule, tmp_path):
     """Every bit of one process's (of two choices the sum has one order)."""
-    for of_rank in results(2, tmp_path, CASES, fused):
-        for case in CASES:
+    for of_rank in results(2, tmp_path, cases, run):
+        for case in cases:
             assert not isinstance(of_rank[str(case)], str), of_rank[str(case)]
             fired, pairs = of_rank[str(case)]
-            assert fired == ("moe_experts_sm90",), case
-            for made, wanted in pairs:
-                torch.testing.assert_close(made, wanted, rtol=0, atol=0, msg=f"{case}")
-
-
-def test_fp8_products_over_a_group(tmp_path):
-    for of_rank in results(2, tmp_path, FP8_CASES, fused_fp8):
-        for case in FP8_CASES:
-            assert not isinstance(of_rank[str(case)], str), of_rank[str(case)]
-            fired, pairs = of_rank[str(case)]
-            assert fired == (FP8,), case
+            assert fired == (rule,), case
             for made, wanted in pairs:
                 torch.testing.assert_close(made, wanted, rtol=0, atol=0, msg=f"{case}")
 

@@ -5,6 +5,7 @@ import math
 import pytest
 import reference as ref
 import torch
+from moe_experts import EXPERTS, HIDDEN, TOP_K, experts
 from number_formats import BLOCK_FP8, CURRENT_FP8
 from sm90_launches import sm90_on_cpu
 
@@ -14,24 +15,7 @@ from fusible.kernels import moe
 from fusible.kernels.moe import definitions
 from fusible.testing import assume_target
 
-TOKENS, TOP_K, EXPERTS, HIDDEN, INNER = 60, 3, 6, 144, 320
-BF16 = torch.bfloat16
-
-
-def experts(bias=False, scale_bias=False, act=None, dispatch=(), combine=()):
-    options = {"dtype": BF16, "single_grouped_weight": True, "single_grouped_bias": True}
-    module = fz.Sequential(
-        fz.Dispatch(EXPERTS, **dict(dispatch)),
-        fz.GroupedLinear(EXPERTS, HIDDEN, 2 * INNER, bias=bias, **options),
-        act or fz.ScaledSwiGLU(),
-        fz.GroupedLinear(EXPERTS, INNER, HIDDEN, bias=bias, scale_bias=scale_bias, **options),
-        fz.Combine(**dict(combine)),
-    )
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for p in module.parameters():
-            p.copy_(torch.randn(p.shape) / 8)
-    return module
+TOKENS, BF16 = 60, torch.bfloat16
 
 
 def inputs():
@@ -82,19 +66,18 @@ def step(module, recipe, given, *more):
     [
         {},
         {"bias": True, "scale_bias": True},
-        {"bias": True, "dispatch": {"recompute_rows": True}},
-        {"dispatch": {"capacity_factor": 1.0}},
-        {"dispatch": {"scale_input": True}, "act": fz.SwiGLU()},
-        {"combine": {"weighted": True}, "act": fz.SwiGLU()},
+        {"bias": True, "recompute_rows": True},
+        {"capacity_factor": 1.0},
+        {"scale_input": True, "act": fz.SwiGLU()},
+        {"weighted": True, "act": fz.SwiGLU()},
     ],
     ids=str,
 )
 def test_bits_are_those_with_zeros(options, recipe, unwritten, monkeypatch):
     module, given = experts(**options), inputs()
     got = step(module, recipe, given)
-    scaled = "combine" in options or options.get("dispatch", {}).get("scale_input", False)
-    copies = 2 + options.get("dispatch", {}).get("recompute_rows", False)
-    if recipe is not None and not scaled:
+    copies = 2 + options.get("recompute_rows", False)
+    if recipe is not None and not options.keys() & {"scale_input", "weighted"}:
         copies = 0  # The quantizers gather the rows.
     assert len(unwritten) == copies
     assert all(unwritten)

@@ -5,9 +5,9 @@ import math
 import pytest
 import reference as ref
 import torch
+from checks import Recorded
 from number_formats import NV
 from sm100_operands import largest_of_groups
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusible as fz
 from fusible.kernels.sm100 import operands, padding, quantizer
@@ -128,18 +128,11 @@ def test_the_launches(given, monkeypatch):
     assert arguments[-1] == (2 if given else 1)
 
 
-class Quantizations(TorchDispatchMode):
-    """The shape of ``amax`` in each call of the quantizer, None where there is none."""
-
-    def __init__(self):
-        super().__init__()
-        self.amax = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function is torch.ops.fusible.sm100_quantize.default:
-            amax = args[-2]  # the key is last
-            self.amax.append(None if amax is None else tuple(amax.shape))
-        return function(*args, **kwargs or {})
+def shape_of_amax(func, args):
+    """In each call of the quantizer, None where there is none."""
+    if func is torch.ops.fusible.sm100_quantize.default:
+        amax = args[-2]  # the key is last
+        yield None if amax is None else tuple(amax.shape)
 
 
 def without_amax(*args):
@@ -170,12 +163,12 @@ def test_the_grouped_mlp_uses_them(splits, act, monkeypatch):
     leaves, results = [x, scales, *module.parameters()], []
     for quantize_ in (quantizer.quantize_packed, without_amax):
         monkeypatch.setattr(operands, "quantize_packed", quantize_)
-        calls = Quantizations()
+        calls = Recorded(shape_of_amax)
         with calls, assume_target("sm100"), fz.autocast(recipe=NV):
             y = module(x, splits, scales, splits)
             results.append([y, *torch.autograd.grad(y, leaves, torch.ones_like(y))])
         # Input, weight, activation, weight; gradient of the output and of the pre-activation.
         given = [None, None, (groups, 1), None, None, (groups, 2)]
-        assert calls.amax == (given if quantize_ is quantizer.quantize_packed else [None] * 6)
+        assert calls.made == (given if quantize_ is quantizer.quantize_packed else [None] * 6)
     assert module.plan.fired == ("grouped_mlp_sm100",)
     ref.assert_equal(*results)

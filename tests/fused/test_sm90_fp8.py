@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import reference as ref
 import torch
+from checks import Recorded, saved_tensors
 from number_formats import BLOCK_FP8, CURRENT_FP8, each_fp8_recipe
 from sm90_launches import sm90_on_cpu
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusible as fz
 from fusible.kernels.sm90 import fp8_times
@@ -246,21 +246,14 @@ def test_gradients_into_main_grads_and_later(dtype, recipe):
 # --- what is quantized, when, and what is saved ---------------------------------------------------
 
 
-class Recorded(TorchDispatchMode):
+def quantizing(func, args):
     """The quantizing launches: dimensions of the input, and whether each use is made."""
-
-    def __init__(self):
-        super().__init__()
-        self.made = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.fusible.quantize_k_major.default:
-            self.made.append((args[0].dim(), *args[-2:]))
-        if func is torch.ops.fusible.quantize_glu_backward.default:
-            self.made.append((args[0].dim(), *args[-3:-1]))
-        if func in (torch.ops.fusible.quantize.default, torch.ops.fusible.dequantize.default):
-            self.made.append(func)
-        return func(*args, **(kwargs or {}))
+    if func is torch.ops.fusible.quantize_k_major.default:
+        yield (args[0].dim(), *args[-2:])
+    if func is torch.ops.fusible.quantize_glu_backward.default:
+        yield (args[0].dim(), *args[-3:-1])
+    if func in (torch.ops.fusible.quantize.default, torch.ops.fusible.dequantize.default):
+        yield func
 
 
 ROW, COLUMN, BOTH = (2, True, False), (2, False, True), (2, True, True)
@@ -268,13 +261,13 @@ WEIGHT, WEIGHT_AND_COPY = (3, True, False), (3, True, True)
 
 
 def forward(module, given, recipe=BLOCK_FP8):
-    with on("sm90", recipe), Recorded() as recorded:
+    with on("sm90", recipe), Recorded(quantizing) as recorded:
         y = module(*given)
     return y, recorded.made
 
 
 def backward(y):
-    with Recorded() as recorded:
+    with Recorded(quantizing) as recorded:
         y.backward(torch.ones_like(y))
     return recorded.made
 
@@ -313,8 +306,8 @@ def test_what_no_gradient_reads_is_not_made(recipe):
 
 @each_fp8_recipe
 def test_operands_of_gradients_are_saved_in_fp8(recipe):
-    module, saved = mlp(), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+    module = mlp()
+    with saved_tensors() as saved:
         forward(module, inputs(module), recipe=recipe)
     padded = (ROWS + 127 * len(SIZES)) // 128 * 128
     elements = [t for t in saved if t.dtype == torch.float8_e4m3fn]

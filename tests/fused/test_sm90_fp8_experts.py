@@ -5,33 +5,17 @@ import copy
 import pytest
 import reference as ref
 import torch
+from checks import Recorded, saved_tensors
+from moe_experts import EXPERTS, HIDDEN, TOP_K, experts
 from number_formats import BLOCK_FP8, CURRENT_FP8, each_fp8_recipe
 from sm90_launches import sm90_on_cpu
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusible as fz
 from fusible.testing import assume_target
 
-TOKENS, TOP_K, EXPERTS, HIDDEN, INNER = 150, 3, 6, 144, 320
+TOKENS = 150
 BF16 = torch.bfloat16
 GATHERED = ("moe_experts_sm90_fp8",)
-
-
-def experts(bias=False, recompute=False, capacity=None, stored=None, act=None, scale_bias=False):
-    options = {"dtype": BF16, "single_grouped_weight": True, "single_grouped_bias": True}
-    with fz.quantized_model_init(enabled=stored is not None, recipe=stored):
-        module = fz.Sequential(
-            fz.Dispatch(EXPERTS, recompute_rows=recompute, capacity_factor=capacity),
-            fz.GroupedLinear(EXPERTS, HIDDEN, 2 * INNER, bias=bias, **options),
-            act or fz.ScaledSwiGLU(),
-            fz.GroupedLinear(EXPERTS, INNER, HIDDEN, bias=bias, scale_bias=scale_bias, **options),
-            fz.Combine(),
-        )
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for p in module.parameters():
-            p.copy_(torch.randn(p.shape) / 8)
-    return module
 
 
 def inputs(tokens=TOKENS, dtype=BF16, skewed=True):
@@ -73,10 +57,10 @@ def step(module, given, call=None, fired=GATHERED, recipe=BLOCK_FP8):
     "options",
     [
         {},
-        {"recompute": True},
+        {"recompute_rows": True},
         {"bias": True},
-        {"bias": True, "recompute": True, "scale_bias": True},
-        {"capacity": 0.5},
+        {"bias": True, "recompute_rows": True, "scale_bias": True},
+        {"capacity_factor": 0.5},
         {"stored": ...},
         {"act": fz.ScaledClampedQGeGLU(8)},
     ],
@@ -94,7 +78,7 @@ def test_bits_are_those_of_the_parts(options, tokens, recipe):
 @pytest.mark.parametrize("name", ["row_map", "split_sizes"])
 def test_row_maps_and_sizes_of_another_dispatch(name, recompute):
     """Their rows are not those that this one's index names, so none are gathered."""
-    parts = list(experts(bias=True, recompute=recompute).children())
+    parts = list(experts(bias=True, recompute_rows=recompute).children())
     outer = fz.Dispatch(EXPERTS)
     outer.set_extra_output_channel(outer.extra_output_names.index(name), "outer")
     for op in parts:
@@ -146,31 +130,24 @@ def uses_of(rowwise, columnwise):
     return "both" if rowwise and columnwise else "row" if rowwise else "column"
 
 
-class Recorded(TorchDispatchMode):
+def of_rows(func, args):
     """What moves or quantizes rows: the op, its uses, and whether it gathers."""
-
-    def __init__(self):
-        super().__init__()
-        self.made = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func._schema.name.removeprefix("fusible::")
-        if name == "quantize_k_major" and args[0].dim() == 2:
-            uses = uses_of(*args[-2:])
-            self.made.append(uses if args[2] is None else f"{uses}, gathered")
-        if name == "quantize_glu_backward":
-            self.made.append(uses_of(*args[-3:-1]))
-        if name in ("permute_rows", "scatter_rows", "row_sources", "quantize", "dequantize"):
-            self.made.append(name)
-        return func(*args, **(kwargs or {}))
+    name = func._schema.name.removeprefix("fusible::")
+    if name == "quantize_k_major" and args[0].dim() == 2:
+        uses = uses_of(*args[-2:])
+        yield uses if args[2] is None else f"{uses}, gathered"
+    if name == "quantize_glu_backward":
+        yield uses_of(*args[-3:-1])
+    if name in ("permute_rows", "scatter_rows", "row_sources", "quantize", "dequantize"):
+        yield name
 
 
 def recorded(module, given, recipe=BLOCK_FP8):
     """What forward and backward do."""
     x, probs, ids, dy = given
-    with assume_target("sm90"), fz.autocast(recipe=recipe), Recorded() as forward:
+    with assume_target("sm90"), fz.autocast(recipe=recipe), Recorded(of_rows) as forward:
         y = module(x, probs, ids)
-    with Recorded() as backward:
+    with Recorded(of_rows) as backward:
         if y.requires_grad:
             y.backward(dy)
     return forward.made, backward.made
@@ -184,7 +161,7 @@ def test_rows_are_not_written_in_high_precision(recipe):
     assert recorded(experts(bias=True), inputs(), recipe) == (both, ["both, gathered", "both"])
     later = ["both, gathered", "both", "column, gathered"]
     forward = ["row_sources", "row, gathered", "both"]
-    assert recorded(experts(recompute=True), inputs(), recipe) == (forward, later)
+    assert recorded(experts(recompute_rows=True), inputs(), recipe) == (forward, later)
     with torch.no_grad():
         assert recorded(experts(), inputs(), recipe) == (
             ["row_sources", "row, gathered", "row"],
@@ -194,7 +171,7 @@ def test_rows_are_not_written_in_high_precision(recipe):
 
 def test_what_no_gradient_reads_is_not_made():
     for recompute in (False, True):
-        module = experts(recompute=recompute)
+        module = experts(recompute_rows=recompute)
         for fc in (module[1], module[3]):
             fc.weight.requires_grad_(False)
         forward = ["row_sources", "row, gathered", "row"]
@@ -202,10 +179,8 @@ def test_what_no_gradient_reads_is_not_made():
 
 
 def saved_by(module, recipe):
-    saved = []
     x, probs, ids, _ = inputs()
-    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
-    with assume_target("sm90"), fz.autocast(enabled=recipe is not None, recipe=recipe), hooks:
+    with assume_target("sm90"), fz.autocast(recipe=recipe), saved_tensors() as saved:
         module(x, probs, ids)
     return saved
 
@@ -218,14 +193,14 @@ def test_of_x_only_what_the_weight_gradient_reads_is_saved():
     assert [(t.dtype, tuple(t.shape)) for t in of_x] == [fp8, scales]
     index = [t for t in saved if t.dtype == torch.int32 and t.dim() == 1 and len(t) == rows]
     assert len({t.data_ptr() for t in index}) == 1
-    saved = saved_by(experts(recompute=True), BLOCK_FP8)
+    saved = saved_by(experts(recompute_rows=True), BLOCK_FP8)
     of_x = [t for t in saved if HIDDEN in t.shape and t.dim() == 2]
     assert [(t.dtype, tuple(t.shape)) for t in of_x] == [(BF16, (TOKENS, HIDDEN))]
 
 
 def test_saved_tensors_may_be_packed():
     for recompute in (False, True):
-        module, given = experts(recompute=recompute), inputs()
+        module, given = experts(recompute_rows=recompute), inputs()
         want = step(module, given)
         hooks = torch.autograd.graph.saved_tensors_hooks(
             lambda t: (t.dtype, t.contiguous().view(torch.uint8).tolist()),
@@ -277,8 +252,8 @@ def test_tokens_and_gradients_of_any_layout(layout):
 
 def test_delayed_gradients_into_main_grads():
     for recompute in (False, True):
-        *_, dw1, dw2 = step(experts(recompute=recompute), inputs())
-        module = experts(recompute=recompute)
+        *_, dw1, dw2 = step(experts(recompute_rows=recompute), inputs())
+        module = experts(recompute_rows=recompute)
         for fc in (module[1], module[3]):
             fc.accumulate_into_main_grad = fc.delay_wgrad_compute = True
             fc.weight.main_grad = torch.ones(fc.weight.shape)
@@ -294,7 +269,7 @@ def test_delayed_gradients_into_main_grads():
 @pytest.mark.parametrize("recompute", [False, True])
 @each_fp8_recipe
 def test_compiles_whole(recompute, recipe):
-    module, given = experts(recompute=recompute), inputs()
+    module, given = experts(recompute_rows=recompute), inputs()
     want = step(module, given, recipe=recipe)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     ref.assert_same_bits(step(module, given, compiled, recipe=recipe), want)
@@ -310,7 +285,7 @@ def test_explain_says_what_is_quantized_where():
         assert "MoEExperts by moe_experts_sm90_fp8, forward and backward" in text
         assert "rows of x are quantized while Dispatch copies them" in text
         assert "those of the output's gradient while Combine's backward does" in text
-    assert "of x only the tokens" in explained(experts(recompute=True))
+    assert "of x only the tokens" in explained(experts(recompute_rows=True))
     weighted = fz.Sequential(*experts()[:4], fz.Combine(weighted=True))
     text = explained(weighted)
     assert "MoEExperts by moe_experts_sm90_fp8" in text

@@ -6,9 +6,9 @@ import weakref
 
 import pytest
 import torch
+from checks import Recorded
 from number_formats import BLOCK_FP8, each_fp8_recipe
 from torch.autograd.graph import increment_version
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusible as fz
 from fusible.ops import operand_cache
@@ -26,16 +26,12 @@ def nothing_captured(monkeypatch):
     monkeypatch.setattr(UnseenWrites, "captured", False)
 
 
-class Copies(TorchDispatchMode):
-    """Counts the transposed copies of weights, and the stacks of their elements."""
-
-    transposed = stacked = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.transposed += func is torch.ops.fusible.transposed_fp8.default
-        if func is torch.ops.aten.stack.default:
-            self.stacked += args[0][0].dtype == torch.float8_e4m3fn
-        return func(*args, **(kwargs or {}))
+def of_weights(func, args):
+    """The transposed copies of weights, and the stacks of their elements."""
+    if func is torch.ops.fusible.transposed_fp8.default:
+        yield "transposed"
+    if func is torch.ops.aten.stack.default and args[0][0].dtype == torch.float8_e4m3fn:
+        yield "stacked"
 
 
 def stored(single, recipe=BLOCK_FP8):
@@ -48,12 +44,12 @@ def step(op, recipe=BLOCK_FP8):
     """Output and input's gradient, and what was copied."""
     torch.manual_seed(1)
     x = torch.randn(50, 128, dtype=BF16, requires_grad=True)
-    with assume_target("sm90"), fz.autocast(recipe=recipe), Copies() as copies:
+    with assume_target("sm90"), fz.autocast(recipe=recipe), Recorded(of_weights) as copies:
         y = op(x, SPLITS)
     y.backward(torch.randn_like(y))
     for p in op.parameters():
         p.grad = None
-    return [y.detach(), x.grad], (copies.transposed, copies.stacked)
+    return [y.detach(), x.grad], copies.made
 
 
 def fresh(op):
@@ -69,10 +65,10 @@ def equal(got, want):
 def test_a_stored_weight_is_transposed_once_and_never_stacked(single):
     op = stored(single)
     want, copied = step(op)
-    assert copied == (1, 0)
+    assert copied == ["transposed"]
     for _ in range(2):
         got, copied = step(op)
-        assert copied == (0, 0)
+        assert copied == []
         assert equal(got, want)
     assert equal(fresh(op), want)
 
@@ -80,9 +76,10 @@ def test_a_stored_weight_is_transposed_once_and_never_stacked(single):
 @pytest.mark.parametrize("single", [True, False])
 def test_nothing_is_copied_without_gradients(single):
     op, x = stored(single), torch.ones(50, 128, dtype=BF16)
-    with torch.no_grad(), assume_target("sm90"), fz.autocast(recipe=BLOCK_FP8), Copies() as copies:
+    copies = Recorded(of_weights)
+    with torch.no_grad(), assume_target("sm90"), fz.autocast(recipe=BLOCK_FP8), copies:
         op(x, SPLITS)
-    assert (copies.transposed, copies.stacked) == (0, 0)
+    assert copies.made == []
 
 
 @torch.no_grad()
@@ -139,8 +136,8 @@ def test_every_write_is_seen_without_a_promise(write, single, fresh_compiler):
     op = stored(single)
     before, _ = step(op)
     write(op.weight if single else op.weight2)
-    after, (transposed, _) = step(op)
-    assert transposed == 1
+    after, copied = step(op)
+    assert copied.count("transposed") == 1
     assert not torch.equal(after[1], before[1])
     assert equal(after, fresh(op))
 
@@ -154,14 +151,14 @@ def test_a_graph_that_writes_weights_ends_the_keeping(monkeypatch):
             op.weight.mul_(1)
     assert UnseenWrites.captured
     for _ in range(2):  # a replay may come at any time
-        assert step(op)[1] == (1, 0)
+        assert step(op)[1] == ["transposed"]
 
 
 def test_a_capture_makes_copies_of_its_own(monkeypatch):
     op = stored(True)
     step(op)
     monkeypatch.setattr("fusible.calls.capturing", lambda: True)
-    assert step(op)[1] == (1, 0)
+    assert step(op)[1] == ["transposed"]
 
 
 def test_weights_apart_in_memory_are_stacked_once():
@@ -169,13 +166,13 @@ def test_weights_apart_in_memory_are_stacked_once():
     for name, w in list(op.named_parameters()):
         setattr(op, name, torch.nn.Parameter(w.detach().clone()))
     want, copied = step(op)
-    assert copied == (1, 1)
+    assert copied == ["stacked", "transposed"]
     got, copied = step(op)
-    assert copied == (0, 0)
+    assert copied == []
     assert equal(got, want)
     with torch.no_grad():
         op.weight1.mul_(2)
-    assert step(op)[1] == (1, 1)
+    assert step(op)[1] == ["stacked", "transposed"]
     assert equal(step(op)[0], fresh(op))
 
 

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 import pytest
 import reference as ref
 import torch
+from checks import saved_tensors
 from number_formats import BLOCK_FP8, MX
 from torch.utils.checkpoint import checkpoint
 
@@ -126,9 +127,7 @@ def test_hooks_and_checkpoints_take_what_is_saved(reentrant):
         y = checkpointed(*given)
     y.sum().backward()
     ref.assert_equal([y.detach(), *[t.grad for t in leaves]], want)
-    saved = []
-    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
-    with hooks:
+    with saved_tensors() as saved:
         ref.assert_equal(grads(module, given, pool), want)
     assert (ROWS, HIDDEN) in [t.shape for t in saved]
     assert pool.peak_bytes() == 0

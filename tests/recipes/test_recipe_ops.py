@@ -7,10 +7,10 @@ import threading
 import pytest
 import reference as ref
 import torch
+from checks import Recorded, saved_tensors
 from number_formats import BLOCK, CURRENT, HYBRID, MX, NV, each_recipe
 from torch import nn
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 import fusible as fz
@@ -49,17 +49,10 @@ def all_grads(module, *inputs):
     return [t.grad for t in (*inputs, *module.parameters())]
 
 
-class Launches(TorchDispatchMode):
-    """Notes the uses, (row-wise, column-wise), of every quantization."""
-
-    def __init__(self):
-        super().__init__()
-        self.uses = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.fusible.quantize.default:
-            self.uses.append(args[-2:])
-        return func(*args, **(kwargs or {}))
+def uses_of(func, args):
+    """The uses, (row-wise, column-wise), of every quantization."""
+    if func is torch.ops.fusible.quantize.default:
+        yield args[-2:]
 
 
 # --- values --------------------------------------------------------------------------------------
@@ -200,17 +193,11 @@ def test_no_rows_one_row_and_no_memory(recipe):
 # --- what is saved -------------------------------------------------------------------------------
 
 
-def saved_by(call):
-    saved = []
-    with saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        y = call()
-    return y, saved
-
-
 def test_activations_are_saved_quantized_and_for_one_use():
     linear = fz.BasicLinear(128, 64, dtype=torch.bfloat16)
     x = torch.randn(32, 128, dtype=torch.bfloat16, requires_grad=True)
-    _, saved = saved_by(lambda: run(linear, MX, x))
+    with saved_tensors() as saved:
+        run(linear, MX, x)
     assert [(t.dtype, tuple(t.shape)) for t in saved] == [
         (torch.float8_e4m3fn, (32, 128)),
         (torch.float8_e8m0fnu, (1, 128)),
@@ -245,11 +232,11 @@ def test_no_use_is_quantized_that_no_product_reads(grouped):
     def uses(*, train, input_grad, weight_grad):
         op.requires_grad_(weight_grad)
         inputs = x.clone().requires_grad_(input_grad)
-        with Launches() as launches, torch.set_grad_enabled(train):
+        with Recorded(uses_of) as launches, torch.set_grad_enabled(train):
             y = run(op, MX, inputs, *splits)
             if train:
                 y.backward(torch.ones(32, 32))
-        return launches.uses
+        return launches.made
 
     assert uses(train=True, input_grad=True, weight_grad=True) == [both, both, both]
     assert uses(train=True, input_grad=True, weight_grad=False) == [row, both, row]
@@ -286,9 +273,9 @@ def first_weight(op):
 def test_weights_are_quantized_once_inside_the_scope(grouped):
     op, call = weighted(grouped)
     want = call()
-    with fz.reuse_quantized_weights(nn.ModuleList([op])), Launches() as launches:
+    with fz.reuse_quantized_weights(nn.ModuleList([op])), Recorded(uses_of) as launches:
         results = [call() for _ in range(3)]
-    assert len(launches.uses) == 3 + 1  # inputs, and one weight
+    assert len(launches.made) == 3 + 1  # inputs, and one weight
     assert all(torch.equal(y, want) for y in results)
     with torch.no_grad():
         first_weight(op).data.add_(1)
@@ -334,12 +321,12 @@ def test_scopes_nest_and_training_follows_inference_inside():
     with fz.reuse_quantized_weights(op):
         with torch.inference_mode(), fz.reuse_quantized_weights(op):
             inferred = call()
-        with Launches() as launches:
+        with Recorded(uses_of) as launches:
             assert torch.equal(call(), inferred)
             for _ in range(2):
                 run(op, MX, x).square().sum().backward()
     # Three inputs, two gradients, and the weight once more, now for the data gradient too.
-    assert len(launches.uses) == 3 + 2 + 1
+    assert len(launches.made) == 3 + 2 + 1
     assert torch.equal(op.weight.grad, want)
 
 
@@ -654,9 +641,9 @@ def test_quantize_asks_for_the_uses_that_will_be_read():
     x = torch.randn(32, 32)
     for frozen, uses in ((False, (True, True)), (True, (True, False))):
         second.requires_grad_(not frozen)
-        with Launches() as launches:
+        with Recorded(uses_of) as launches:
             run(block, MX, x)
-        assert launches.uses[0] == uses
+        assert launches.made[0] == uses
 
 
 # --- recomputed forwards -------------------------------------------------------------------------

@@ -4,13 +4,14 @@ import copy
 import threading
 
 import pytest
+import reference as ref
 import torch
+from checks import Recorded
 from number_formats import BLOCK, BLOCK_FP8, CURRENT, MX, each_recipe
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parameters_to_vector, parametrize, vector_to_parameters
 from torch.optim.optimizer import _global_optimizer_post_hooks as optimizer_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fusible as fz
@@ -26,17 +27,12 @@ OPTIMIZERS = {
 SIZES = [20, 0, 28]
 
 
-class Weights(TorchDispatchMode):
-    """Counts the quantizations of what has 64 rows, as the weights, or the stacks of them."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.fusible.quantize.default and args[0].shape[-2] == 64:
-            self.count += 1
-        if func is torch.ops.fusible.quantize_k_major.default and args[0].dim() == 3:
-            self.count += 1
-        return func(*args, **(kwargs or {}))
+def of_weights(func, args):
+    """The quantizations of what has 64 rows, as the weights, or the stacks of them."""
+    if func is torch.ops.fusible.quantize.default and args[0].shape[-2] == 64:
+        yield func
+    if func is torch.ops.fusible.quantize_k_major.default and args[0].dim() == 3:
+        yield func
 
 
 def linear(dtype=torch.float32):
@@ -67,12 +63,12 @@ def output(op, x, recipe=MX):
         return op(x)
 
 
-def train(module, call, recipe, optimizer, until_updated, dtype=torch.float32, steps=5):
+def train(module, call, recipe, optimizer, dtype=torch.float32, steps=5):
     """Outputs and final parameters of ``steps`` of two micro-batches, and the quantizations."""
     torch.manual_seed(1)
     steps = [[torch.randn(48, 32, dtype=dtype) for _ in range(2)] for _ in range(steps)]
     optimizer, outputs = optimizer(module.parameters()), []
-    with Weights() as weights:
+    with Recorded(of_weights) as weights:
         for batches in steps:
             for x in batches:
                 x.requires_grad_()
@@ -82,59 +78,53 @@ def train(module, call, recipe, optimizer, until_updated, dtype=torch.float32, s
                 outputs += [y.detach(), x.grad]
             optimizer.step()
             optimizer.zero_grad()
-    return [*outputs, *[p.detach().clone() for p in module.parameters()]], weights.count
+    return [*outputs, *[p.detach().clone() for p in module.parameters()]], len(weights.made)
+
+
+def trained_both_ways(module, call, *given):
+    """How often weights are quantized: in every forward, and once for every update."""
+    other = copy.deepcopy(module)
+    want, in_every_forward = train(module, call, *given)
+    with fz.reuse_quantized_weights(other, until_updated=True):
+        got, once = train(other, call, *given)
+    ref.assert_equal(got, want)
+    return in_every_forward, once
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("kind", ["single", "separate"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_training_has_the_bits_of_quantizing_in_every_forward(make, kind, dtype):
-    module, call = mlp(kind, dtype)
-    other = copy.deepcopy(module)
-    want, in_every_forward = train(module, call, MX, make, False, dtype)
-    with fz.reuse_quantized_weights(other, until_updated=True):
-        got, once = train(other, call, MX, make, True, dtype)
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    assert not torch.equal(want[0], want[-2])
-    assert (in_every_forward, once) == (2 * 5 * 3, 5 * 3)
+    assert trained_both_ways(*mlp(kind, dtype), MX, make, dtype) == (2 * 5 * 3, 5 * 3)
 
 
 @pytest.mark.parametrize("recipe", [MX, BLOCK_FP8], ids=str)
 @pytest.mark.parametrize("trained_first", [True, False])
 def test_forwards_with_and_without_gradients_share_one_copy(recipe, trained_first):
     op, x = linear(), torch.randn(48, 32, requires_grad=True)
-    with fz.reuse_quantized_weights(op, until_updated=True), Weights() as weights:
+    with fz.reuse_quantized_weights(op, until_updated=True), Recorded(of_weights) as weights:
         outputs = []
         for trains in (trained_first, not trained_first) * 2:
             with torch.set_grad_enabled(trains), fz.autocast(recipe=recipe):
                 outputs.append(op(x))
-        assert weights.count == (1 if trained_first else 2)  # no transposed copy before
+        assert len(weights.made) == (1 if trained_first else 2)  # no transposed copy before
         assert len(kept(op)) == 1
     assert all(torch.equal(y, outputs[0]) for y in outputs)
 
 
 @each_recipe
 def test_every_recipe_trains_to_the_same_bits(recipe):
-    module, call = mlp("single")
-    other = copy.deepcopy(module)
-    want, _ = train(module, call, recipe, OPTIMIZERS["adamw_fused"], False)
-    with fz.reuse_quantized_weights(other, until_updated=True):
-        got, _ = train(other, call, recipe, OPTIMIZERS["adamw_fused"], True)
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    trained_both_ways(*mlp("single"), recipe, OPTIMIZERS["adamw_fused"])
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("kind", ["single", "separate"])
 def test_fp8_products_train_to_the_same_bits(make, kind):
     module, call = mlp(kind, torch.bfloat16, inner=64)
-    other = copy.deepcopy(module)
     with assume_target("sm90"):
-        want, in_every_forward = train(module, call, BLOCK_FP8, make, False, torch.bfloat16)
-        assert "grouped_mlp_sm90_fp8" in module.plan.fired
-        with fz.reuse_quantized_weights(other, until_updated=True):
-            got, once = train(other, call, BLOCK_FP8, make, True, torch.bfloat16)
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    assert (in_every_forward, once) == (2 * 5 * 3, 5 * 3)
+        counts = trained_both_ways(module, call, BLOCK_FP8, make, torch.bfloat16)
+    assert "grouped_mlp_sm90_fp8" in module.plan.fired
+    assert counts == (2 * 5 * 3, 5 * 3)
 
 
 def master_weights(op):
@@ -209,9 +199,9 @@ def test_an_update_is_seen_by_the_next_forward(update, stored):
     x = torch.randn(48, 32)
     with fz.reuse_quantized_weights(op, until_updated=True):
         before = output(op, x)
-        with Weights() as weights:
+        with Recorded(of_weights) as weights:
             assert torch.equal(output(op, x), before)
-        assert weights.count == 0
+        assert len(weights.made) == 0
         update(op)
         dtype = op.weight.dtype
         after = output(op, x.to(dtype))
@@ -257,10 +247,10 @@ def test_a_write_that_breaks_the_promise_is_not_seen():
 def test_other_recipes_keep_operands_of_their_own():
     op, x = linear(), torch.randn(48, 32)
     want = {recipe: output(op, x, recipe) for recipe in (MX, BLOCK, CURRENT)}
-    with fz.reuse_quantized_weights(op, until_updated=True), Weights() as weights:
+    with fz.reuse_quantized_weights(op, until_updated=True), Recorded(of_weights) as weights:
         for _ in range(2):
             assert all(torch.equal(output(op, x, recipe), y) for recipe, y in want.items())
-        assert weights.count == 3
+        assert len(weights.made) == 3
         with torch.no_grad():
             op.weight.mul_(2)
         assert torch.equal(output(op, x) - op.bias, 2 * (want[MX] - op.bias))
@@ -271,12 +261,12 @@ def test_other_recipes_keep_operands_of_their_own():
 @pytest.mark.parametrize("recipe", [MX, BLOCK])
 def test_a_repeated_forward_has_the_operands_of_the_first(use_reentrant, recipe):
     def step(module, call, x, scope):
-        with scope, Weights() as weights:
+        with scope, Recorded(of_weights) as weights:
             for _ in range(2):
                 with fz.autocast(recipe=recipe):
                     y = checkpoint(call, module, x, use_reentrant=use_reentrant)
                 y.square().mean().backward()
-        return weights.count
+        return len(weights.made)
 
     results = []
     for kept in (True, False):
@@ -287,7 +277,7 @@ def test_a_repeated_forward_has_the_operands_of_the_first(use_reentrant, recipe)
         # A reentrant checkpoint runs first without gradients, for the forward use alone.
         assert count == (3 * (1 + use_reentrant) if kept else 4 * 3)
         results.append([x.grad, *[p.grad for p in module.parameters()]])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    ref.assert_equal(*results)
 
 
 class Doubled(nn.Module):
@@ -298,12 +288,12 @@ class Doubled(nn.Module):
 def test_a_computed_weight_is_quantized_in_every_forward_and_not_kept():
     op, x = linear(), torch.randn(48, 32, requires_grad=True)
     parametrize.register_parametrization(op, "weight", Doubled())
-    with fz.reuse_quantized_weights(op, until_updated=True), Weights() as weights:
+    with fz.reuse_quantized_weights(op, until_updated=True), Recorded(of_weights) as weights:
         for _ in range(2):
             with fz.autocast(recipe=MX):
                 y = op(x)
             op.parametrizations.weight.original.data.add_(1)  # no promise about this one
-        assert weights.count == 2
+        assert len(weights.made) == 2
         assert not kept(op)
     with torch.no_grad():
         op.parametrizations.weight.original.sub_(1)
@@ -351,11 +341,11 @@ def test_a_copy_made_inside_is_outside_of_the_scope():
 def test_scopes_inside_share_what_is_kept_and_steps_count_until_the_last_ends():
     op, x = linear(), torch.randn(48, 32)
     optimizer = torch.optim.SGD(op.parameters(), lr=1, fused=True)
-    with fz.reuse_quantized_weights(op, until_updated=True), Weights() as weights:
+    with fz.reuse_quantized_weights(op, until_updated=True), Recorded(of_weights) as weights:
         for scope in (False, True):
             with fz.reuse_quantized_weights(op, until_updated=scope):
                 output(op, x)
-        assert weights.count == 1
+        assert len(weights.made) == 1
         op.weight.grad = torch.ones_like(op.weight)
         before = output(op, x)
         optimizer.step()
@@ -398,10 +388,10 @@ def test_fsdp2_gathers_new_values_after_a_step_and_after_a_load(mesh, reshard, s
         sharded, call = mlp("single")
     plain = copy.deepcopy(sharded)
     fully_shard(sharded, mesh=mesh, reshard_after_forward=reshard)
-    want, in_every_forward = train(plain, call, MX, OPTIMIZERS[make], False, steps=3)
+    want, in_every_forward = train(plain, call, MX, OPTIMIZERS[make], steps=3)
     with fz.reuse_quantized_weights(sharded, until_updated=True):
-        got, once = train(sharded, call, MX, OPTIMIZERS[make], True, steps=3)
-        assert all(torch.equal(a, b) for a, b in zip(got[:12], want[:12], strict=True))
+        got, once = train(sharded, call, MX, OPTIMIZERS[make], steps=3)
+        ref.assert_equal(got[:12], want[:12])
         assert once <= in_every_forward // 2
         x = torch.randn(48, 32)
 

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 hopper = [
     pytest.mark.gpu,
@@ -94,6 +95,26 @@ def share_gpu_memory(kept=2**32):
     """Give the device what this process holds and does not use: other workers need it."""
     if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > kept:
         torch.cuda.empty_cache()
+
+
+class Recorded(TorchDispatchMode):
+    """All that ``notes(op, args)`` yields for the ops that are called."""
+
+    def __init__(self, notes):
+        super().__init__()
+        self.notes, self.made = notes, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.made.extend(self.notes(func, args))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def saved_tensors():
+    """A list of the tensors that are saved for a backward."""
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        yield saved
 
 
 def poison_free_memory():

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import reference as ref
 import torch
+from checks import saved_tensors
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
@@ -132,8 +133,7 @@ def test_checkpoint_around(path, reentrant):
 @paths
 def test_checkpoint_saves_the_inputs_only(path):
     module, given = path.build(), path.inputs()
-    kept = []
-    with path.on(), saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    with path.on(), saved_tensors() as kept:
         recomputed(module, given)
     assert {t.untyped_storage().data_ptr() for t in kept if t.numel()} <= {
         t.data_ptr() for t in given
