@@ -4,6 +4,7 @@ import re
 from typing import Optional
 
 import pytest
+import reference as ref
 import torch
 from torch import nn
 
@@ -283,23 +284,6 @@ def test_a_backward_in_the_middle_may_return_none(compiled, dtype):
     torch.testing.assert_close(got, seq[-1].weight.grad)
 
 
-class MakeScale(fz.BasicOperation):
-    """Hands on the mean square of its rows."""
-
-    num_extra_outputs = 1
-
-    def fuser_forward(self, basic_op_ctxs, input_, **_):
-        basic_op_ctxs[0].save_for_backward(input_)
-        return input_, [(input_.square().mean(-1),)]
-
-    def fuser_backward(self, basic_op_ctxs, grad_output, *, basic_op_grad_extra_outputs):
-        (x,) = basic_op_ctxs[0].saved_tensors
-        dscale = basic_op_grad_extra_outputs[0][0]
-        if dscale is None:
-            return grad_output, [()], [()]
-        return grad_output + dscale.unsqueeze(-1) * 2 * x / x.shape[-1], [()], [()]
-
-
 class ScaleBy(fz.BasicOperation):
     """Multiplies by what it is given; ``asks`` says how it learns whether to give a gradient."""
 
@@ -332,7 +316,7 @@ def test_a_gradient_to_an_earlier_op_is_given_or_zero(asks, compiled, parts):
     """Inside a run tensors say what needs a gradient; None for an extra input is zero."""
     torch._dynamo.reset()
     x = torch.randn(5, 8, requires_grad=True)
-    producer, consumer = MakeScale(), ScaleBy(asks)
+    producer, consumer = ref.MakeScale(), ScaleBy(asks)
     producer.set_extra_output_channel(0, "scale", output_to_caller=False)
     consumer.set_extra_input_channel(0, "scale")
     ops = [fz.Bias(8), producer, fz.ConstantScale(2.0), consumer]

@@ -215,7 +215,7 @@ def in_backward(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tens
     return Copied.apply
 
 
-# --- a user's recipe and fused op ----------------------------------------------------------------
+# --- a user's recipe and ops --------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -236,6 +236,23 @@ class ScalesInOne(fz.FusedOperation):
     def fuser_backward(self, basic_op_ctxs, grad_output, **_):
         one, two = self.basic_ops
         return grad_output * (one.scale * two.scale), [(), ()], [(), ()]
+
+
+class MakeScale(fz.BasicOperation):
+    """Hands on the mean square of its rows."""
+
+    num_extra_outputs = 1
+
+    def fuser_forward(self, basic_op_ctxs, input_, **_):
+        basic_op_ctxs[0].save_for_backward(input_)
+        return input_, [(input_.square().mean(-1),)]
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, *, basic_op_grad_extra_outputs):
+        (x,) = basic_op_ctxs[0].saved_tensors
+        dscale = basic_op_grad_extra_outputs[0][0]
+        if dscale is None:
+            return grad_output, [()], [()]
+        return grad_output + dscale.unsqueeze(-1) * 2 * x / x.shape[-1], [()], [()]
 
 
 # --- the grouped MLP ------------------------------------------------------------------------------
