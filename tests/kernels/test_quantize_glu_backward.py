@@ -1,6 +1,7 @@
 """The backward of a gated activation, quantized in one pass: what the two of them give."""
 
 import pytest
+import reference as ref
 import simt
 import torch
 from torch.library import opcheck
@@ -38,10 +39,6 @@ def operands(features, ends, scales_dtype=torch.float32, sides=2):
     return dy, preact, scales, torch.tensor(ends, dtype=torch.int32)
 
 
-def same(a, b):
-    return torch.equal(*[t.flatten().clone().view(torch.uint8) for t in (a, b)])
-
-
 @each_ends
 @each_format
 def test_it_is_the_backward_then_the_quantization(ends, fmt):
@@ -60,8 +57,8 @@ def test_it_is_the_backward_then_the_quantization(ends, fmt):
     torch.testing.assert_close(made.values[:live].double(), dpreact, rtol=2**-8, atol=1e-6)
     torch.testing.assert_close(made.scales[:live].double(), dscales, rtol=1e-4, atol=1e-4)
     want = quantize_k_major(made.values, fmt, rowwise=True, columnwise=True, ends=given)
-    assert all(map(same, made.operands.row[:2], want.row[:2]))
-    assert all(map(same, made.operands.column, want.column))
+    ref.assert_same_bits(made.operands.row[:2], want.row[:2])
+    ref.assert_same_bits(made.operands.column, want.column)
 
 
 @pytest.mark.parametrize("uses", [(True, True), (True, False), (False, True), (False, False)])
@@ -127,11 +124,9 @@ def assert_as_defined(monkeypatch, ends, features, glu, fmt, scaled=True):
         torch.testing.assert_close(partials.sum(0), want.scales, rtol=1e-4, atol=1e-4)
     # What it quantized are these values.
     again = torch.ops.fusible.quantize_k_major(values, given, None, *fmt.as_constants(), True, True)
-    assert same(pieces[0], again[0])
-    assert same(pieces[1], again[1])
+    ref.assert_same_bits(pieces[:2], again[:2])
     end = int(again[4][-1])
-    assert same(pieces[2][:, :end], again[2][:, :end])
-    assert same(pieces[3][: end // 128], again[3][: end // 128])
+    ref.assert_same_bits(*[[t[2][:, :end], t[3][: end // 128]] for t in (pieces, again)])
 
 
 @pytest.mark.parametrize("which", ["dy", "scales"])

@@ -1,6 +1,7 @@
 """Operands of FP8 products: what the op makes is what the formulas make of each group."""
 
 import pytest
+import reference as ref
 import simt
 import torch
 from torch.library import opcheck
@@ -44,12 +45,6 @@ each_scaling = pytest.mark.parametrize("formats", [FORMATS, OF_GROUPS], ids=["bl
 each_ends = pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
 
 
-def same_bits(a, b):
-    assert a.shape == b.shape
-    assert a.dtype == b.dtype
-    return torch.equal(*[t.flatten().clone().view(torch.uint8) for t in (a, b)])
-
-
 def rows(columns=272, dtype=torch.bfloat16):
     generator = torch.Generator().manual_seed(0)
     exponents = torch.randint(-20, 20, (ROWS, 1), generator=generator)
@@ -71,27 +66,24 @@ def test_each_group_is_quantized_by_itself(fmt, ends, kind):
     assert made.column.data.t().is_contiguous()
     assert made.column.data.shape == ((ROWS + 127 * len(ends)) // 128 * 128, x.shape[1])
     assert made.column.ends.dtype == torch.int32
-    assert same_bits(made.row.data, quantize(x, fmt, ends=given).data)
+    ref.assert_same_bits([made.row.data], [quantize(x, fmt, ends=given).data])
     start = padded = 0
     inside = given.clamp(max=ROWS).tolist()
     for end, padded_end in zip(inside, made.column.ends.tolist(), strict=True):
         assert padded_end == padded + -(-(end - start) // 128) * 128
         row, column = (quantize(x[start:end], fmt, columnwise=c) for c in (False, True))
-        assert same_bits(made.row.data[start:end], row.data)
-        wanted = for_blocks(row.scale, fmt, end - start, -(-x.shape[1] // 128))
-        assert same_bits(made.row.scale[start:end], wanted)
+        scale = for_blocks(row.scale, fmt, end - start, -(-x.shape[1] // 128))
+        ref.assert_same_bits([t[start:end] for t in made.row[:2]], [row.data, scale])
         data = made.column.data[padded:padded_end]
-        assert same_bits(data[: end - start], column.data)
+        ref.assert_same_bits([data[: end - start]], [column.data])
         assert not data[end - start :].view(torch.uint8).any()
         scale = made.column.scale[padded // 128 : padded_end // 128]
-        assert same_bits(scale, for_blocks(column.scale, fmt, *scale.shape))
+        ref.assert_same_bits([scale], [for_blocks(column.scale, fmt, *scale.shape)])
         start, padded = end, padded_end
     assert padded <= len(made.column.data)
     tail = quantize(torch.zeros_like(x[start:]), fmt)
-    assert same_bits(made.row.data[start:], tail.data)
-    assert same_bits(
-        made.row.scale[start:], for_blocks(tail.scale, fmt, *made.row.scale[start:].shape)
-    )
+    data, scale = (t[start:] for t in made.row[:2])
+    ref.assert_same_bits([data, scale], [tail.data, for_blocks(tail.scale, fmt, *scale.shape)])
 
 
 @each_format
@@ -116,16 +108,14 @@ def test_weights_have_the_same_elements_for_both_uses(shape, fmt):
     w = torch.randn(shape, dtype=torch.bfloat16)
     made, want = quantize_k_major(w, fmt, rowwise=True, columnwise=True), quantize(w, fmt)
     scale = for_blocks(want.scale, fmt, *[-(-size // 128) for size in shape[-2:]])
-    assert same_bits(made.row.data, want.data)
-    assert same_bits(made.row.scale, scale)
-    assert all(map(same_bits, stored_operand(want, 128)[:2], made.row[:2]))
+    ref.assert_same_bits(made.row[:2], [want.data, scale])
+    ref.assert_same_bits(stored_operand(want, 128)[:2], made.row[:2])
     assert made.column.data.is_contiguous()
-    assert same_bits(made.column.data, want.data.view(torch.uint8).mT.view(want.data.dtype))
-    assert same_bits(made.column.scale, scale.mT)
-    assert same_bits(transposed(made.row.data), made.column.data)
+    ref.assert_same_bits(made.column[:2], [want.data.mT, scale.mT])
+    ref.assert_same_bits([transposed(made.row.data)], [made.column.data])
     alone = quantize_k_major(w, fmt, rowwise=False, columnwise=True)
     assert alone.row is None
-    assert all(map(same_bits, alone.column[:2], made.column[:2]))
+    ref.assert_same_bits(alone.column[:2], made.column[:2])
 
 
 @pytest.mark.parametrize("uses", [(True, True), (True, False), (False, True)])
@@ -149,7 +139,7 @@ def test_the_op_passes_opcheck_and_compiles_whole(fmt, uses):
             return [t.view(torch.uint8) if t.itemsize == 1 else t for t in tensors]
 
         got = torch.compile(call, fullgraph=True, backend="aot_eager")(x, ends)
-        assert all(same_bits(a, b) for a, b in zip(got, call(x, ends), strict=True))
+        ref.assert_same_bits(got, call(x, ends))
     opcheck(torch.ops.fusible.transposed_fp8, (torch.ones(2, 3, 4, dtype=torch.uint8),))
 
 
@@ -184,8 +174,9 @@ def test_gathered_rows_are_those_of_a_copy(fmt, ends):
         want = quantize_k_major(x[index.clamp(min=0)], fmt, **flags)
         for mine, theirs in zip(got, want, strict=True):
             assert (mine is None) == (theirs is None)
-            assert mine is None or all(map(same_bits, mine[:2], theirs[:2]))
-        assert not uses[1] or same_bits(got.column.ends, want.column.ends)
+            if mine is not None:
+                ref.assert_same_bits(mine[:2], theirs[:2])
+        assert not uses[1] or torch.equal(got.column.ends, want.column.ends)
 
 
 @pytest.mark.parametrize(
@@ -301,12 +292,10 @@ def compare(x, fmt, ends, uses, monkeypatch, index=None, poison=True):
         x[130, 3], x[7, 140] = float("nan"), float("inf")
     want = torch.ops.fusible.quantize_k_major(x, ends, index, *fmt.as_constants(), *uses)
     got = emulated(monkeypatch, x, fmt, ends, uses, index)
-    assert same_bits(got[0], want[0])
-    assert same_bits(got[1], want[1])
+    ref.assert_same_bits(got[:2], want[:2])
     if uses[1]:
         written = want[2].shape[1] if ends is None else int(want[4][-1])
-        assert same_bits(got[2][:, :written], want[2][:, :written])
-        assert same_bits(got[3][: written // 128], want[3][: written // 128])
+        ref.assert_same_bits(*[[t[2][:, :written], t[3][: written // 128]] for t in (got, want)])
 
 
 @each_format_of_weights
@@ -319,4 +308,4 @@ def test_the_kernels_code_gives_the_bits_of_weights(shape, dtype, uses, fmt, mon
     w.view(-1, *shape[-2:])[1:, 40, 3] = float("nan")
     want = torch.ops.fusible.quantize_k_major(w, None, None, *fmt.as_constants(), *uses)
     got = emulated(monkeypatch, w, fmt, None, uses)
-    assert all(same_bits(*pair) for pair in zip(got, want, strict=True))
+    ref.assert_same_bits(got, want)

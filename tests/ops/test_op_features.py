@@ -7,9 +7,9 @@ import pytest
 import reference as ref
 import torch
 import torch.nn.functional as F
+from checks import saved_tensors
 from every_op import ACTIVATIONS, NORMS, OPS, SCALED, extra_inputs, randomised
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import fusible as fz
@@ -39,8 +39,7 @@ def in_fp8(x):
 def test_a_cached_input_is_saved_in_fp8_and_only_the_gradient_sees_it(make, dtype):
     cached, plain = make(cache_quantized_input=True), make()
     x = torch.randn(3, 4, 16).to(dtype).requires_grad_()
-    saved = []
-    with saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+    with saved_tensors() as saved:
         y = cached(x)
     assert [(t.dtype, t.numel()) for t in saved] == [(torch.float8_e4m3fn, 192), (torch.float32, 1)]
     assert torch.equal(y, plain(x))
@@ -174,8 +173,7 @@ def test_an_in_place_sum_is_the_extra_input(fused):
         torch.testing.assert_close(y, want[0])
         assert torch.equal(into, y)
         got = torch.autograd.grad(y, (x, leaf, *mine.parameters()), torch.ones_like(y))
-        for a, b in zip(got, want[1:], strict=True):
-            torch.testing.assert_close(a, b)
+        torch.testing.assert_close(got, want[1:])
     assert ("linear_add" in mine.plan.fired) == fused
 
 
@@ -338,8 +336,7 @@ def test_norms_over_several_dimensions(shape):
         got = grads_of(op, x)
         y = plain(x, shape, *op.parameters(), eps=1e-5)
         want = torch.autograd.grad(y, (x, *op.parameters()), torch.ones_like(y))
-        for a, b in zip(got, (y, *want), strict=True):
-            torch.testing.assert_close(a, b)
+        torch.testing.assert_close(got, (y, *want))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])

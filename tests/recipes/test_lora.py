@@ -3,6 +3,7 @@
 import copy
 
 import pytest
+import reference as ref
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -134,7 +135,7 @@ def test_gradients_are_those_of_the_decoded_weight_in_fp64(name, single):
     held = [p for p in experts.parameters() if isinstance(p, fz.QuantizedTensor)]
     assert len(held) == (2 if single else 2 * GROUPS)
     assert all(p.grad is None and not p.requires_grad for p in held)
-    assert all(torch.equal(a, b) for a, b in zip(before, bits(experts), strict=True))
+    ref.assert_equal(before, bits(experts))
 
 
 @pytest.mark.parametrize("target", ["cpu", "sm90", "sm100"])
@@ -152,10 +153,7 @@ def test_plans_of_every_target_compute_what_ordinary_weights_give(name, under_re
         torch.manual_seed(2)
         expected = step(plain, x, **options)
         assert stored.plan.fired == plain.plan.fired
-    for a, b in zip(
-        (*got[:2], *got[2].values()), (*expected[:2], *expected[2].values()), strict=True
-    ):
-        assert torch.equal(a, b)
+    ref.assert_equal((*got[:2], *got[2].values()), (*expected[:2], *expected[2].values()))
 
 
 def test_explain_says_that_stored_weights_are_decoded():

@@ -4,6 +4,7 @@ import copy
 from contextlib import nullcontext
 
 import pytest
+import reference as ref
 import torch
 from number_formats import each_recipe
 from torch import nn
@@ -179,8 +180,7 @@ def test_what_cannot_take_effect_raises_and_changes_nothing(recipe, write):
     with torch.no_grad(), pytest.raises(errors):
         REFUSED[write](op.weight)
     assert op.weight.shape == (128, 256)
-    for name, piece in op.weight.pieces().items():
-        assert torch.equal(piece.view(torch.uint8), before[name].view(torch.uint8))
+    ref.assert_same_bits(op.weight.pieces(), before)
 
 
 VIEWS_OF_VALUES = {
@@ -243,8 +243,7 @@ def test_what_leaves_the_values_keeps_the_bits(recipe, change):
     before = {name: piece.clone() for name, piece in weight.pieces().items()}
     KEPT[change](op)
     assert op.weight is weight
-    for name, piece in weight.pieces().items():
-        assert torch.equal(piece.view(torch.uint8), before[name].view(torch.uint8))
+    ref.assert_same_bits(weight.pieces(), before)
 
 
 def test_data_may_change_the_format():
@@ -403,8 +402,7 @@ def test_assigned_high_precision_weights_are_quantized(recipe, meta):
     again = made()
     again.load_state_dict(module.state_dict(), assign=True)
     assert isinstance(again[0].weight, QuantizedTensor)
-    for name, piece in again[0].weight.pieces().items():
-        assert torch.equal(piece.view(torch.uint8), weight.pieces()[name].view(torch.uint8))
+    ref.assert_same_bits(again[0].weight.pieces(), weight.pieces())
 
 
 @each_recipe
