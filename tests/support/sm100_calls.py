@@ -96,18 +96,6 @@ def transposed(w):
     return w.mT.contiguous().mT
 
 
-# Kinds of weights, bias and whether sums shall have an order, activation: what some kernel tells
-# apart; and of what the gradients of weights are written or added to.
-KINDS = [*product(RECIPES.values(), (True, False))]
-BIASES = ("none", False), ("none", True), ("plain", False)
-MLPS = [
-    (kind, bias, act)
-    for kind, bias, act in product(KINDS, BIASES, (SWIGLU, GEGLU, SITUGLU))
-    if kind[0] is not None or act is not SITUGLU
-]
-MAIN_GRADS = [*product(KINDS, (torch.float32, BF16), (True, False))]
-
-
 def every_configuration(recipe, single, groups, device="cpu", pairs=True):
     """Modules and inputs that call every kernel of a recipe, over all options that it knows.
 
@@ -116,15 +104,21 @@ def every_configuration(recipe, single, groups, device="cpu", pairs=True):
     of each recipe and each kind of weights are others, and all pairs together.
     """
     sizes, kind = [20, *[0] * (groups - 2), 30], (recipe, single)
-    mlps = [case[1:] for case in (MLPS if pairs else every_pair(MLPS)) if case[0] == kind]
-    for (bias, ordered), act in [*mlps, (("scaled", False), SWIGLU)]:
+    # BF16 has kernels of its own.
+    kinds = [of for of in product(RECIPES.values(), (True, False)) if bool(of[0]) == bool(recipe)]
+    # Bias, whether sums shall have an order, activation: what is told apart by some kernel.
+    biases = ("none", False), ("none", True), ("plain", False)
+    acts = (SWIGLU, GEGLU) if recipe is None else (SWIGLU, GEGLU, SITUGLU)
+    mlps = [*product(kinds, biases, acts)]
+    mlps = [case for case in (mlps if pairs else every_pair(mlps)) if case[0] == kind]
+    for _, (bias, ordered), act in [*mlps, (kind, ("scaled", False), SWIGLU)]:
         options = {**SINGLE, "single_grouped_weight": single, "bias": bias != "none"}
         module = module_of(recipe, options, act, groups, bias == "scaled", device)
         name = f"mlp, {bias} bias, {type(act).__name__}{', ordered' if ordered else ''}"
         yield name, module, inputs_of(module, sizes, 60, device), ordered
-    for of, dtype, overwrite in MAIN_GRADS if pairs or single else every_pair(MAIN_GRADS):
-        if of != kind:
-            continue
+    grads = [*product(kinds, (torch.float32, BF16), (True, False))]
+    grads = [case for case in (grads if pairs or single else every_pair(grads)) if case[0] == kind]
+    for _, dtype, overwrite in grads:
         linear = linear_with_main_grad(recipe, single, dtype, overwrite, groups, device)
         x = torch.randn(60, 128, dtype=BF16, device=device)
         name = f"linear, {'written' if overwrite else 'added'} {dtype} main grad"
