@@ -341,9 +341,9 @@ class Dispatch(BasicOperation):
         recipe = ctx.recipe if self.quantized_send else None
         sent_as = wire_format(recipe, "input")
         agreed = {
-            "send": AgreedOption(SEND.index(mode), SEND.__getitem__),
             "num_experts": AgreedOption(self.num_experts),
             "k (choices of a token)": AgreedOption(k),
+            "send": AgreedOption(SEND.index(mode), SEND.__getitem__),  # may follow from these
             "features of a token": AgreedOption(x.shape[1]),
             "dtype of the input": _dtype_option(x),
             "dtype of probs": _dtype_option(probs),

@@ -19,6 +19,8 @@ def attempt(case, group, rank, processes):
     what = case.recipe
     x, probs, ids, _ = tensors(case, rank, processes)
     options = {"process_group": group, "send": case.send}
+    if what == "k, send left out":
+        options["send"] = None
     if what == "receive_factor":
         options["receive_factor"] = 1.75
     elif what == "enough":
@@ -29,7 +31,7 @@ def attempt(case, group, rank, processes):
         options["capacity_factor"] = 1.5
     elif rank == 1 and what == "dtype":
         x = x.bfloat16()
-    elif rank == 1 and what == "k":
+    elif rank == 1 and what.startswith("k"):
         probs, ids = probs[:, :1], ids[:, :1]
     elif rank == 1 and what == "grad":
         x = x.detach()
@@ -86,6 +88,7 @@ def test_processes_that_disagree(tmp_path):
         "capacity_factor": ("capacity_factor of Dispatch must be the same", "[None, 1.5]"),
         "dtype": ("dtype of the input of Dispatch", "[torch.float32, torch.bfloat16]"),
         "k": ("k (choices of a token) of Dispatch", "[2, 1]"),
+        "k, send left out": ("k (choices of a token) of Dispatch", "[2, 1]"),
         "grad": ("requires_grad of (input, probs) of Dispatch", "[(True, True), (False, True)]"),
     }
     cases = [Case(mode, recipe=what) for mode in MODES for what in wanted]
