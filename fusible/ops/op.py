@@ -445,7 +445,7 @@ class BasicOperation(Channels, FormulaOp, FusibleOperation):
         if by_hand and defining[0] not in by_hand and not is_ours(defining[0]):
             raise TypeError(
                 f"{type(self).__name__} must override op_forward and op_backward, or fuser_forward "
-                f"and fuser_backward, as the math of {by_hand[0].__name__} is written by hand, got "
+                f"and fuser_backward, as the math of {defining[0].__mro__[1].__name__} is written by hand, got "
                 "formula, which would not be called"
             )
 
