@@ -443,10 +443,11 @@ class BasicOperation(Channels, FormulaOp, FusibleOperation):
         ]
         by_hand = [c for c in defining if any(n in vars(c) for n in methods)]
         if by_hand and defining[0] not in by_hand and not is_ours(defining[0]):
+            base = defining[0].__mro__[1].__name__
             raise TypeError(
                 f"{type(self).__name__} must override op_forward and op_backward, or fuser_forward "
-                f"and fuser_backward, as the math of {defining[0].__mro__[1].__name__} is written by hand, got "
-                "formula, which would not be called"
+                f"and fuser_backward, as the math of {base} is written by hand, got formula, which "
+                "would not be called"
             )
 
     def _returns_grads(self) -> bool:

@@ -586,5 +586,7 @@ def test_a_formula_does_not_override_methods_by_hand(base):
             return 2 * x
 
     op = Doubled(4) if base is fz.RMSNorm else Doubled()
-    with pytest.raises(TypeError, match=f"Doubled must override op_forward.* math of {base.__name__} is"):
+    with pytest.raises(
+        TypeError, match=f"Doubled must override op_forward.* math of {base.__name__} is"
+    ):
         op(torch.ones(3, 4))
