@@ -209,7 +209,8 @@ def grouped_wgrad_(
 ) -> None:
     """`grouped_wgrad` into one tensor ``[E, N, K]`` or E of ``[N, K]``, or added to them.
 
-    ``product`` computes it, which ``rounds`` to the dtype of the operands.
+    ``product`` computes it; where that is NotImplemented, so is the result. ``rounds``: it gives
+    the dtype of the operands only.
     """
     # Products into a wider buffer are taken in its dtype, so that nothing is rounded on the way.
     wide = torch.promote_types(out[0].dtype, dy.dtype if dy_scale is None else torch.float32)
