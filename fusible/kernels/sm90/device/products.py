@@ -27,6 +27,7 @@ from fusible.kernels.sm90.device.parts import (
     take_turn,
 )
 from fusible.kernels.sm90.device.promotion import (
+    AHEAD,
     Promotion,
     add_scaled,
     load_scales,
@@ -114,25 +115,27 @@ def multiply(
             if const_expr(spec.is_backward):
                 give_turn(PREACT_TURN, Int32(1))
 
-    turn = Int32(0)
+    turn, scales_now = Int32(0), None
     read, valid, group, m, n, start, rows = tiles.next(tiles.begin())
+    if const_expr(spec.scaled):
+        scales_now = scale_registers(spec)
+        if const_expr(tile.pingpong):  # noqa: SIM102 (decided when compiling)
+            if valid & (warpgroup == 1):
+                read, valid, group, m, n, start, rows = tiles.next(read)
+        if valid:
+            coord = _coord(spec, tiles, group, m, n, start, rows)
+            load_scales(spec, promotion, scales_now, coord, Int32(0))
     while valid:
         steps = steps_of(spec, problem, group, rows)
-        row = (m * tile.cluster_m + tiles.in_cluster[0]) * tile.m
+        coord = _coord(spec, tiles, group, m, n, start, rows)
         has_turn = Boolean(True)
-        if const_expr(tile.pingpong):
+        if const_expr(tile.pingpong and not spec.scaled):
             has_turn = turn == warpgroup
         if has_turn:
-            column = (n * tile.cluster_n + tiles.in_cluster[1]) * spec.width
-            coord = TileCoord(group, start, rows, row, column)
             row_scales = scales_of(coord)
             # Here, not by the first product: under the other warpgroup's products in
             # ping-pong, and the last tile's values need no registers any more.
             accumulator.fill(0.0)
-            scales_now = None
-            if const_expr(spec.scaled):
-                scales_now = scale_registers(spec)
-                load_scales(spec, promotion, scales_now, coord, Int32(0))
             if const_expr(turns):
                 take_turn(_MULTIPLY_TURN, warpgroup)
             loop = (mma, accumulator, fragment_a, fragment_b, operands.pipeline, steps)
@@ -142,7 +145,7 @@ def multiply(
             partial = const_expr(spec.by_rows and (tile.pingpong or spec.scaled))
             # Where a group ends within the tile, the rows behind need no products. Branches that
             # exclude each other: ptxas would serialize products in one after the other.
-            left = rows - row
+            left = rows - coord.row
             if const_expr(partial and tile.slabs == 2):
                 if left > WARPGROUP_ROWS * warpgroups:
                     state = mainloop(*loop, state, 2)
@@ -173,7 +176,16 @@ def multiply(
             if const_expr(turns):
                 # All products are issued: the other's may queue up behind them.
                 give_turn(_MULTIPLY_TURN, warpgroup)
-            if const_expr(not spec.scaled):
+            if const_expr(spec.scaled):
+                # Under the epilogue: the next tile's first scales.
+                read, valid, group, m, n, start, rows = tiles.next(read)
+                if const_expr(tile.pingpong):  # noqa: SIM102
+                    if valid:
+                        read, valid, group, m, n, start, rows = tiles.next(read)
+                if valid:
+                    following = _coord(spec, tiles, group, m, n, start, rows)
+                    load_scales(spec, promotion, scales_now, following, Int32(0))
+            else:
                 _drain(operands.pipeline, state, steps)
             preact_state = write(accumulator, row_scales, coord, preact_state)
         else:
@@ -181,11 +193,19 @@ def multiply(
                 if steps > 0:
                     state.advance(steps)
             if const_expr(spec.is_backward):
-                preact_state.advance(preact_blocks_of(spec, rows, row))
-        if const_expr(tile.pingpong):
-            turn = 1 - turn
-        read, valid, group, m, n, start, rows = tiles.next(read)
+                preact_state.advance(preact_blocks_of(spec, rows, coord.row))
+        if const_expr(not spec.scaled):
+            if const_expr(tile.pingpong):
+                turn = 1 - turn
+            read, valid, group, m, n, start, rows = tiles.next(read)
     cute.arch.cp_async_bulk_wait_group(0, read=False)
+
+
+def _coord(spec, tiles, group, m, n, start, rows):
+    """Where the block's tile lies, for one of its cluster from the queue."""
+    tile, in_cluster = spec.tile, tiles.in_cluster
+    row = (m * tile.cluster_m + in_cluster[0]) * tile.m
+    return TileCoord(group, start, rows, row, (n * tile.cluster_n + in_cluster[1]) * spec.width)
 
 
 @cute.jit
@@ -240,36 +260,41 @@ def _scaled_mainloop(
     promotion: Promotion, products, scales, coord: TileCoord, which, state,
     slabs: cutlass.Constexpr,
 ):  # fmt: skip
-    """The products of ``steps`` stages of FP8, each times its scales; all are added at the end."""
+    """The products of ``steps`` stages of FP8, each times its scales; all are added at the end.
+
+    ``scales`` are those of the first `AHEAD` stages.
+    """
     coming = scale_registers(spec)
     in_stages = const_expr(spec.scaling == "rows")
     parts = const_expr(spec.tile.n // spec.mma_columns)
-    for step in cutlass.range(steps, unroll=1):
-        at = in_ring(spec, state, which)
-        ring.consumer_wait(at)
-        for m in cutlass.range_constexpr(slabs):
-            for part in cutlass.range_constexpr(parts):
-                wgmma.fence()
-                mma.set(wgmma.Field.ACCUMULATE, False)
-                for k in cutlass.range_constexpr(cute.size(fragment_a, mode=[2])):
-                    cute.gemm(
-                        mma,
-                        products,
-                        _as_tiles(fragment_a[None, m, k, at.index], 2),
-                        _as_tiles(fragment_b[None, part, k, at.index], 2),
-                        products,
+    for first in cutlass.range(0, steps, AHEAD, unroll=1):
+        load_scales(spec, promotion, coming, coord, first + AHEAD)
+        for index in cutlass.range(cutlass.min(steps - first, AHEAD), unroll=1):
+            at = in_ring(spec, state, which)
+            ring.consumer_wait(at)
+            for m in cutlass.range_constexpr(slabs):
+                for part in cutlass.range_constexpr(parts):
+                    wgmma.fence()
+                    mma.set(wgmma.Field.ACCUMULATE, False)
+                    for k in cutlass.range_constexpr(cute.size(fragment_a, mode=[2])):
+                        cute.gemm(
+                            mma,
+                            products,
+                            _as_tiles(fragment_a[None, m, k, at.index], 2),
+                            _as_tiles(fragment_b[None, part, k, at.index], 2),
+                            products,
+                        )
+                        mma.set(wgmma.Field.ACCUMULATE, True)
+                    wgmma.commit_group()
+                    wgmma.wait_group(0)
+                    if const_expr(m == slabs - 1 and part == parts - 1 and not in_stages):
+                        ring.consumer_release(at)
+                    add_scaled(
+                        spec, promotion, accumulator, m, part, products, scales, index, at.index
                     )
-                    mma.set(wgmma.Field.ACCUMULATE, True)
-                wgmma.commit_group()
-                if const_expr(m == 0 and part == 0):
-                    load_scales(spec, promotion, coming, coord, step + 1)
-                wgmma.wait_group(0)
-                if const_expr(m == slabs - 1 and part == parts - 1 and not in_stages):
-                    ring.consumer_release(at)
-                add_scaled(spec, promotion, accumulator, m, part, products, scales, at.index)
-        if const_expr(in_stages):
-            ring.consumer_release(at)
+            if const_expr(in_stages):
+                ring.consumer_release(at)
+            state.advance()
         for i in cutlass.range_constexpr(cute.size(scales)):
             scales[i] = coming[i]
-        state.advance()
     return state

@@ -7,35 +7,37 @@ its own after `FP8_BLOCK` products, which is also where the scales change.
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Float32, Int32, const_expr, cute
+from cutlass import Float32, Int32, const_expr, cute, select_
+from cutlass.cute.arch import shuffle_sync
 
-from fusible.kernels.sm90.device.parts import Problem, Scales, TileCoord, gate_column, row_in_tile
-from fusible.kernels.sm90.spec import Spec
+from fusible.kernels.sm90.device.parts import Problem, Scales, TileCoord, gate_column
+from fusible.kernels.sm90.spec import WARP_ROWS, WARPGROUP_ROWS, Spec
 from fusible.recipes.formats import FP8_BLOCK
+
+AHEAD = 4  # pipeline stages whose scales are loaded at once
 
 
 class Promotion(NamedTuple):
-    """Where a thread finds the scales of its products.
+    """Where a warp finds the scales of its products.
 
-    It holds two rows of each 64, whose scales it loads one stage ahead. The scales of operand B are
-    one for each `Spec.scale_columns` of the tile, or lie in shared memory, one for each column.
+    Loading scales takes longer than the products of a stage. So a warp loads those of `AHEAD`
+    stages at once, under the products of the stages before: each lane the scales of one of the
+    warp's rows, and one scale of operand B for one of the stages. Lanes exchange them by shuffles.
+    Scales of operand B that differ by column lie in the stages instead.
     """
 
     problem: Problem
     scales: Scales
-    columns: Any
-    thread: Int32
+    columns: Any  # shared memory
+    thread: Int32  # of the warpgroup
     warpgroup: Int32
 
 
-def _parts(spec):
-    """Scales of operand B that a thread loads for a stage."""
-    return spec.tile.n // spec.scale_columns if spec.scaling == "blocks" else 0
-
-
 def scale_registers(spec: Spec):
-    """Registers for the scales that a thread loads for a stage."""
-    return cute.make_rmem_tensor((2 * spec.tile.slabs + _parts(spec),), Float32)
+    """A lane's registers for the scales of `AHEAD` stages: of a row, and one of operand B."""
+    assert spec.tile.slabs * WARP_ROWS <= 32  # lanes
+    assert spec.scaling == "rows" or spec.tile.n // spec.scale_columns * AHEAD <= 32
+    return cute.make_rmem_tensor((AHEAD + 1,), Float32)
 
 
 @cute.jit
@@ -46,47 +48,63 @@ def load_scales(
     coord: TileCoord,
     step: Int32,
 ):
-    """Load the scales of a tile for a stage; past the last stage, those of the last."""
-    a, b = promotion.scales.a, promotion.scales.b
-    rows, blocks = cute.size(a, mode=[0]), cute.size(a, mode=[1])
+    """Load a tile's scales of `AHEAD` stages from ``step`` on; past the last, those of the last."""
+    a, b, tile = promotion.scales.a, promotion.scales.b, spec.tile
     first, block = coord.start + coord.row, step
     if const_expr(not spec.by_rows):
         first, block = coord.row, coord.start // FP8_BLOCK + step
-    block = cutlass.min(block, blocks - 1)
-    own = 2 * spec.tile.slabs
-    for i in cutlass.range_constexpr(own):
-        row = first + row_in_tile(spec, promotion.thread, promotion.warpgroup, i // 2, i % 2)
-        values[i] = a[cutlass.min(row, rows - 1), block]
+    last = cute.size(a, mode=[1]) - 1
+    lane = promotion.thread & 31
+    row = first + (promotion.thread >> 5) * WARP_ROWS + lane % WARP_ROWS
+    if const_expr(tile.warpgroups == 2):
+        row += promotion.warpgroup * WARPGROUP_ROWS
+    row += lane // WARP_ROWS % tile.slabs * tile.warpgroups * WARPGROUP_ROWS
+    row = cutlass.min(row, cute.size(a, mode=[0]) - 1)
+    for i in cutlass.range_constexpr(AHEAD):
+        values[i] = a[row, cutlass.min(block + i, last)]
     if const_expr(b is not None):
         group = cutlass.min(coord.group, cute.size(b, mode=[0]) - 1)
         column = coord.column
         if const_expr(spec.kind == "glu"):
             column = gate_column(spec, column, promotion.problem.glu_block)
-        side = const_expr(spec.tile.n // spec.b_parts)
-        for part in cutlass.range_constexpr(_parts(spec)):
-            first = const_expr(part * spec.scale_columns)
-            across = column + first % side + first // side * promotion.problem.glu_block
-            across = cutlass.min(across // FP8_BLOCK, cute.size(b, mode=[1]) - 1)
-            values[own + part] = b[group, across, block]
+        side = const_expr(tile.n // spec.b_parts)
+        at = cutlass.min(lane // AHEAD * spec.scale_columns, tile.n - 1)
+        column += at % side + at // side * promotion.problem.glu_block
+        across = cutlass.min(column // FP8_BLOCK, cute.size(b, mode=[1]) - 1)
+        values[AHEAD] = b[group, across, cutlass.min(block + lane % AHEAD, last)]
 
 
 @cute.jit
 def add_scaled(
     spec: cutlass.Constexpr[Spec], promotion: Promotion, accumulator, m: cutlass.Constexpr,
-    part: cutlass.Constexpr, products, values, stage: Int32,
+    part: cutlass.Constexpr, products, values, index: Int32, stage: Int32,
 ):  # fmt: skip
-    """``accumulator += products * scales`` of the m-th 64 rows, the part-th `Spec.mma_columns`."""
-    eights, own = const_expr(spec.mma_columns // 8), const_expr(2 * spec.tile.slabs)
+    """``accumulator += products * scales`` of the m-th 64 rows, the part-th `Spec.mma_columns`.
+
+    The scales are those of the ``index``-th stage in ``values``.
+    """
+    eights = const_expr(spec.mma_columns // 8)
     within = 2 * (promotion.thread & 3)
-    for index in cutlass.range_constexpr(eights):
-        eight = const_expr(part * eights + index)
+    of_rows = _row_scales(promotion, values, m, index)
+    for i in cutlass.range_constexpr(eights):
+        eight = const_expr(part * eights + i)
+        if const_expr(spec.scaling == "blocks" and eight * 8 % spec.scale_columns == 0):
+            lane = const_expr(eight * 8 // spec.scale_columns * AHEAD)
+            of_columns = shuffle_sync(values[AHEAD], lane + index)
+            factors = [of_row * of_columns for of_row in of_rows]
         for side in cutlass.range_constexpr(2):
-            if const_expr(spec.scaling == "blocks"):
-                scale = values[own + eight * 8 // spec.scale_columns]
-            else:
-                scale = promotion.columns[eight * 8 + within + side, 0, stage]
+            if const_expr(spec.scaling == "rows"):
+                of_column = promotion.columns[eight * 8 + within + side, 0, stage]
+                factors = [of_row * of_column for of_row in of_rows]
             for half in cutlass.range_constexpr(2):
-                factor = values[2 * m + half] * scale
                 accumulator[(side, half, eight), m, 0] += (
-                    factor * products[(side, half, index), 0, 0]
+                    factors[half] * products[(side, half, i), 0, 0]
                 )
+
+
+def _row_scales(promotion, values, m, index):
+    """The scales of a thread's two rows of the m-th 64."""
+    low, high = (select_(index % 2 == 0, values[i], values[i + 1]) for i in (0, 2))
+    own = Float32(select_(index < 2, low, high))
+    lane = m * WARP_ROWS + ((promotion.thread & 31) >> 2)
+    return [shuffle_sync(own, lane + half * 8) for half in range(2)]
