@@ -111,25 +111,20 @@ TILES["dact"] = {
 # The same of FP8 operands.
 FP8_TILES: dict[str, dict[Tile, Cost]] = {
     "store": {
-        _SINGLE: Cost(250, 702, 5210),
-        _SMALL_DYNAMIC: Cost(196, 1010, 7700),
-        _SMALL_2X1: Cost(229, 641, 845),
-        _LOW_WIDE: Cost(237, 358, 1550),
-        Tile(128, 192, False, 1, 2, dynamic=True): Cost(341, 1110, 1410),
-        _LARGE[1]: Cost(437, 350, 6020),
+        _SMALL_DYNAMIC: Cost(210, 103, 611),
+        _LOW_WIDE: Cost(220, 285, 6590),
+        _LARGE[0]: Cost(367, 156, 11500),
     },
     "glu": {
-        _SINGLE: Cost(261, 766, 4260),
-        _SMALL_DYNAMIC: Cost(217, 493, 6610),
-        _LOW_WIDE: Cost(230, 1100, 722),
-        _LARGE[0]: Cost(410, 864, 27200),
-        _LARGE[1]: Cost(471, 1160, 1500),
+        _SMALL_DYNAMIC: Cost(213, 135, 734),
+        _LOW_WIDE: Cost(216, 1010, 3600),
+        _LARGE[0]: Cost(381, 213, 20800),
     },
     "wgrad": {
-        _SMALL_DYNAMIC: Cost(306, 590, 1460),
-        _LOW_WIDE: Cost(266, 691, 4530),
-        Tile(128, 192, False, 2, 1, dynamic=True): Cost(434, 574, 1140),
-        _LARGE[1]: Cost(647, 503, 2750),
+        _SINGLE: Cost(230, 275, 5360),
+        Tile(128, 192, False, 2, 1, dynamic=True): Cost(345, 193, 830),
+        _LARGE[0]: Cost(470, 56, 2970),
+        _LARGE[1]: Cost(450, 147, 3020),
     },
 }
 FP8_TILES["act"] = FP8_TILES["glu"]
@@ -225,7 +220,9 @@ def microseconds(
     All groups are taken to have the same number of rows: other sizes are not known on the host, and
     models that averaged over some were no better. The GPU takes as many rounds of tiles as its
     clusters need, of which the last may not be full. Reading and writing every matrix once, and
-    weights a little more often, overlaps with that.
+    weights a little more often, overlaps with that. Of FP8 operands, the last tile of a group takes
+    the time of those of its slabs of 64 rows that hold some of the group's; of others a model with
+    this was no better.
 
     Sizes and costs may be tensors, for a fit (``benchmarks/sm90_grid.py --fit``).
     """
@@ -241,6 +238,9 @@ def microseconds(
         moved = 2 * groups * columns * depth + size * rows * (columns + depth)
     else:
         down, reduction = _ceil_div(of_group, height), _ceil_div(depth, 64)
+        if scaled:
+            unit = height // tile.slabs
+            reduction *= unit * _ceil_div(of_group, unit) / (down * height)
         across = _ceil_div(columns, width)
         weights = (2 if kind == "glu" else 1) * columns * depth
         out = {"store": 1, "act": 2, "glu": 3, "dact": 3, "dglu": 5}[kind] * columns

@@ -87,8 +87,8 @@ def test_a_model_of_the_time_grows_with_the_work():
     [
         ("sm90_grid", 240, 0.92, 0.015),
         ("sm90_drawn", 380, 0.85, 0.023),
-        ("sm90_fp8_grid", 250, 0.94, 0.013),
-        ("sm90_fp8_drawn", 180, 0.85, 0.023),
+        ("sm90_fp8_grid", 250, 0.95, 0.012),
+        ("sm90_fp8_drawn", 180, 0.88, 0.019),
     ],
 )
 def test_the_chosen_tile_is_nearly_the_best_that_was_measured(file, cells, within, behind):
@@ -120,7 +120,7 @@ def test_a_gated_product_gets_only_tiles_that_take_it():
                     assert tile.slabs * tile.n <= 256
 
 
-@pytest.mark.parametrize("rows", [64, 4096, 16384, 131072])
+@pytest.mark.parametrize("rows", [8192, 16384, 131072])
 def test_fp8_products_of_256_columns_have_no_bias_and_no_situglu(rows):
     """Where the model would choose them for a product without."""
     sizes = rows, 64, 2048, 7168
