@@ -122,7 +122,6 @@ FP8_TILES: dict[str, dict[Tile, Cost]] = {
     },
     "wgrad": {
         _SINGLE: Cost(230, 275, 5360),
-        Tile(128, 192, False, 2, 1, dynamic=True): Cost(345, 193, 830),
         _LARGE[0]: Cost(470, 56, 2970),
         _LARGE[1]: Cost(450, 147, 3020),
     },

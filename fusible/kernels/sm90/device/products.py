@@ -30,7 +30,9 @@ from fusible.kernels.sm90.device.promotion import (
     AHEAD,
     Promotion,
     add_scaled,
+    column_scales,
     load_scales,
+    row_scales,
     scale_registers,
 )
 from fusible.kernels.sm90.spec import WARPGROUP_ROWS, Spec
@@ -265,7 +267,6 @@ def _scaled_mainloop(
     ``scales`` are those of the first `AHEAD` stages.
     """
     coming = scale_registers(spec)
-    in_stages = const_expr(spec.scaling == "rows")
     parts = const_expr(spec.tile.n // spec.mma_columns)
     for first in cutlass.range(0, steps, AHEAD, unroll=1):
         load_scales(spec, promotion, coming, coord, first + AHEAD)
@@ -286,14 +287,14 @@ def _scaled_mainloop(
                         )
                         mma.set(wgmma.Field.ACCUMULATE, True)
                     wgmma.commit_group()
+                    # Before the wait, which takes longer; a tile has one slab or one part.
+                    of_rows = row_scales(promotion, scales, index, m)
+                    if const_expr(m == 0):
+                        of_columns = column_scales(spec, promotion, scales, index, part, at.index)
                     wgmma.wait_group(0)
-                    if const_expr(m == slabs - 1 and part == parts - 1 and not in_stages):
+                    if const_expr(m == slabs - 1 and part == parts - 1):
                         ring.consumer_release(at)
-                    add_scaled(
-                        spec, promotion, accumulator, m, part, products, scales, index, at.index
-                    )
-            if const_expr(in_stages):
-                ring.consumer_release(at)
+                    add_scaled(spec, accumulator, m, part, products, of_rows, of_columns)
             state.advance()
         for i in cutlass.range_constexpr(cute.size(scales)):
             scales[i] = coming[i]

@@ -74,37 +74,39 @@ def load_scales(
         values[AHEAD] = b[group, across, cutlass.min(block + lane % AHEAD, last)]
 
 
-@cute.jit
-def add_scaled(
-    spec: cutlass.Constexpr[Spec], promotion: Promotion, accumulator, m: cutlass.Constexpr,
-    part: cutlass.Constexpr, products, values, index: Int32, stage: Int32,
-):  # fmt: skip
-    """``accumulator += products * scales`` of the m-th 64 rows, the part-th `Spec.mma_columns`.
-
-    The scales are those of the ``index``-th stage in ``values``.
-    """
-    eights = const_expr(spec.mma_columns // 8)
-    within = 2 * (promotion.thread & 3)
-    of_rows = _row_scales(promotion, values, m, index)
-    for i in cutlass.range_constexpr(eights):
-        eight = const_expr(part * eights + i)
-        if const_expr(spec.scaling == "blocks" and eight * 8 % spec.scale_columns == 0):
-            lane = const_expr(eight * 8 // spec.scale_columns * AHEAD)
-            of_columns = shuffle_sync(values[AHEAD], lane + index)
-            factors = [of_row * of_columns for of_row in of_rows]
-        for side in cutlass.range_constexpr(2):
-            if const_expr(spec.scaling == "rows"):
-                of_column = promotion.columns[eight * 8 + within + side, 0, stage]
-                factors = [of_row * of_column for of_row in of_rows]
-            for half in cutlass.range_constexpr(2):
-                accumulator[(side, half, eight), m, 0] += (
-                    factors[half] * products[(side, half, i), 0, 0]
-                )
-
-
-def _row_scales(promotion, values, m, index):
-    """The scales of a thread's two rows of the m-th 64."""
+def row_scales(promotion: Promotion, values: cute.Tensor, index: Int32, m: int):
+    """The scales of a thread's two rows of the m-th 64, in the ``index``-th stage of ``values``."""
     low, high = (select_(index % 2 == 0, values[i], values[i + 1]) for i in (0, 2))
     own = Float32(select_(index < 2, low, high))
     lane = m * WARP_ROWS + ((promotion.thread & 31) >> 2)
     return [shuffle_sync(own, lane + half * 8) for half in range(2)]
+
+
+def column_scales(
+    spec: Spec, promotion: Promotion, values: cute.Tensor, index: Int32, part: int, stage: Int32
+):
+    """The same of the part-th `Spec.mma_columns`: of each of its columns that the thread holds.
+
+    Or of each `Spec.scale_columns`.
+    """
+    if spec.scaling == "rows":
+        first = part * spec.mma_columns + 2 * (promotion.thread & 3)
+        columns = [first + i * 8 + side for i in range(spec.mma_columns // 8) for side in range(2)]
+        return [promotion.columns[column, 0, stage] for column in columns]
+    count = spec.mma_columns // spec.scale_columns
+    lanes = range(part * count * AHEAD, (part + 1) * count * AHEAD, AHEAD)
+    return [shuffle_sync(values[AHEAD], lane + index) for lane in lanes]
+
+
+def add_scaled(spec: Spec, accumulator, m: int, part: int, products, of_rows, of_columns):
+    """``accumulator += products * scales`` of the m-th 64 rows, the part-th `Spec.mma_columns`."""
+    eights = spec.mma_columns // 8
+    for i in range(eights):
+        for side in range(2):
+            of_column = of_columns[
+                2 * i + side if spec.scaling == "rows" else 8 * i // spec.scale_columns
+            ]
+            for half in range(2):
+                accumulator[(side, half, part * eights + i), m, 0] += (
+                    of_rows[half] * of_column * products[(side, half, i), 0, 0]
+                )
