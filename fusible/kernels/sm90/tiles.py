@@ -111,19 +111,21 @@ TILES["dact"] = {
 # The same of FP8 operands.
 FP8_TILES: dict[str, dict[Tile, Cost]] = {
     "store": {
-        _SMALL_DYNAMIC: Cost(210, 103, 611),
-        _LOW_WIDE: Cost(220, 285, 6590),
-        _LARGE[0]: Cost(367, 156, 11500),
+        _SMALL_DYNAMIC: Cost(239, 561, 603),
+        _LOW_WIDE: Cost(207, 72.2, 12000),
+        _LARGE[0]: Cost(357, 522, 3250),
+        _LARGE[1]: Cost(395, 321, 3850),
     },
     "glu": {
-        _SMALL_DYNAMIC: Cost(213, 135, 734),
-        _LOW_WIDE: Cost(216, 1010, 3600),
-        _LARGE[0]: Cost(381, 213, 20800),
+        _SMALL_DYNAMIC: Cost(201, 1390, 5080),
+        _LOW_WIDE: Cost(186, 1780, 6090),
+        _LARGE[0]: Cost(364, 2800, 1360),
     },
     "wgrad": {
-        _SINGLE: Cost(230, 275, 5360),
-        _LARGE[0]: Cost(470, 56, 2970),
-        _LARGE[1]: Cost(450, 147, 3020),
+        _SMALL_DYNAMIC: Cost(222, 305, 1330),
+        _LARGE[0]: Cost(453, 28.4, 10000),
+        _LARGE[2]: Cost(412, 392, 2310),
+        _LARGE[3]: Cost(427, 417, 2890),
     },
 }
 FP8_TILES["act"] = FP8_TILES["glu"]
