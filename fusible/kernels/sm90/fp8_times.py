@@ -1,17 +1,16 @@
 """How long FP8 products take beside BF16's on an H200: a model from measured rates.
 
 Each row of a group costs its products and what quantizes it, each group what quantizes its weight.
-The rates are those of whole steps, one after another and each by itself (``fp8_step_h200.json``
-and ``grouped_mlp_fp8_h200.json`` in ``benchmarks/results``), the same for all shapes, so an
-estimate may be off by a tenth. No rule reads it: a recipe decides what is quantized,
-and products of dequantized operands take longer than BF16's as well.
+The rates are those of whole steps (``benchmarks/results/grouped_mlp_fp8_h200.json``), the same for
+all shapes, so an estimate may be off by a twentieth. No rule reads it: a recipe decides what is
+quantized, and products of dequantized operands take longer than BF16's as well.
 """
 
 from collections.abc import Sequence
 
-_BF16 = 730e12  # floating-point operations a second, of all products
-_FP8_ROWS, _FP8_WGRAD = 1050e12, 840e12
-_BYTES = 3.5e12  # a second, of the quantizers
+_BF16 = 710e12  # floating-point operations a second, of all products
+_FP8_ROWS, _FP8_WGRAD = 1050e12, 860e12
+_BYTES = 3.75e12  # a second, of the quantizers
 
 
 def step_times(linears: Sequence[tuple[int, int]]) -> tuple[float, float, float]:
