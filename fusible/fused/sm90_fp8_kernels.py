@@ -182,7 +182,7 @@ class Sm90Fp8Kernels(GroupedKernels):
     ) -> ActivationGrads:
         """The data gradient, then the activation's backward, which quantizes what it computes.
 
-        A fused epilogue would take as long as both launches, and not quantize.
+        One epilogue for both was slower (``benchmarks/NOTES.md``).
         """
         ctx, ends, glu = call.ctx, call.ends, glu_of(act)
         fmt = ctx.recipe.of_fp8_products.format("grad")

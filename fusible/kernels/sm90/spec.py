@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 
+from fusible.kernels.sm90.limits import FP8_GLU_UNIT
 from fusible.recipes.formats import FP8_BLOCK, value_dtype
 
 WARPGROUP_ROWS = 64  # rows of one WGMMA instruction
@@ -132,7 +133,7 @@ class Spec(NamedTuple):
         Where gate and linear columns lie apart, these may begin at any `FP8_GLU_UNIT`.
         """
         if self.kind == "glu" and self.paired:
-            return math.gcd(self.tile.n // 2, FP8_BLOCK // 2)
+            return math.gcd(self.tile.n // 2, FP8_GLU_UNIT)
         return math.gcd(self.tile.n, FP8_BLOCK)
 
     @property
@@ -234,10 +235,10 @@ class Spec(NamedTuple):
     def _least_out_blocks(self) -> int:
         """Least output blocks of a warpgroup: 1 in a backward, whose gradients need none, else 2.
 
-        3 of FP8 operands, whose stages last longer: one less of them is no loss.
+        4 of FP8 operands: they need fewer stages, as one lasts longer.
         """
         if self.scaled:
-            return 3
+            return 4
         return 1 if self.is_backward else 2
 
     @property

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from fusible.kernels.sm90.spec import Tile
 
-_SINGLE = Tile(128, 128, True, 1, 1)
 _SMALL = Tile(128, 128, True, 1, 2)
 _SMALL_DYNAMIC = _SMALL._replace(dynamic=True)
 _SMALL_2X1 = Tile(128, 128, True, 2, 1, dynamic=True)
@@ -38,7 +37,7 @@ class Cost(NamedTuple):
     """Of a product besides: what nothing hides at its end."""
 
 
-# By kind, every tile that may be chosen, with its measured costs; tests compile and run each.
+# By kind, every tile that may be chosen, with its fitted costs; tests compile and run each.
 TILES: dict[str, dict[Tile, Cost]] = {
     "store": {
         _LOW[0]: Cost(258, 354, 2080),
@@ -154,8 +153,8 @@ def supports_tile(
 ) -> bool:
     """Whether a kernel of ``kind`` can have a tile, for a weight of that ``major``.
 
-    What has no registers in FP8 products (``scaled``) of 256 columns: biases, SiTUGLU. With more
-    than 128 sums a thread:
+    These have too few registers and are not supported: FP8 tiles (``scaled``) of 256 columns with
+    biases or SiTUGLU; and, with more than 128 accumulator values a thread:
 
     - a plain product: biases;
     - a gated activation: biases, transposed weights, stripes of 1, 2 and 4, and in three slabs of
@@ -221,9 +220,8 @@ def microseconds(
     All groups are taken to have the same number of rows: other sizes are not known on the host, and
     models that averaged over some were no better. The GPU takes as many rounds of tiles as its
     clusters need, of which the last may not be full. Reading and writing every matrix once, and
-    weights a little more often, overlaps with that. Of FP8 operands, the last tile of a group takes
-    the time of those of its slabs of 64 rows that hold some of the group's; of others a model with
-    this was no better.
+    weights a little more often, overlaps with that. Of FP8 operands, a group's last tile is counted
+    by its slabs of 64 rows that hold rows of the group; of others a model with this was no better.
 
     Sizes and costs may be tensors, for a fit (``benchmarks/sm90_grid.py --fit``).
     """

@@ -9,8 +9,7 @@ as often as it is named, by blocks of rows that are far apart: only ``pass_chunk
 columns of all rows are taken before the next ones, so that these stay in the L2 cache meanwhile.
 
 Where a scale covers a whole group or matrix, its largest magnitude was found in a pass before. The
-scale is stored for each row and, column-wise, for each column of a block: TMA reads these, which
-cannot read one number many times.
+scale is stored for each row and, column-wise, for each block of 128 rows.
 """
 
 from typing import NamedTuple

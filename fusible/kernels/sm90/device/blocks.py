@@ -5,12 +5,12 @@ from cutlass import Float32, Int32, const_expr, cute
 from cutlass.cute.nvgpu import CopyUniversalOp, OperandMajorMode, warp
 from cutlass.utils import hopper_helpers as hopper
 
+from fusible.kernels.sm90.device.parts import WARPGROUP
 from fusible.kernels.sm90.device.stores import store_box
 from fusible.kernels.sm90.device.stripes import fragment_layout, fragment_order
 from fusible.kernels.sm90.spec import WARP_ROWS, WARPGROUP_ROWS
 
 _EPILOGUE_BARRIER = 1  # and 2: named barrier of each warpgroup's epilogue
-_WARPGROUP = 128
 PIECE_COLUMNS = 16  # columns that one stmatrix or ldmatrix moves: 8 values of each thread
 
 
@@ -119,7 +119,7 @@ class BlockWriter:
 
     def _barrier(self):
         cute.arch.barrier(
-            barrier_id=_EPILOGUE_BARRIER + self.warpgroup, number_of_threads=_WARPGROUP
+            barrier_id=_EPILOGUE_BARRIER + self.warpgroup, number_of_threads=WARPGROUP
         )
 
     @cute.jit

@@ -1,10 +1,10 @@
 """The grouped matrix product on Hopper: one mainloop, every epilogue.
 
-A block is three warpgroups. The first loads: its warp 0 keeps a ring of operand stages filled by
-TMA, its warp 1 a second one where the others have one each, or else a ring of pre-activation blocks
-where the epilogue reads them, whose gradients its warp 3 stores. The other two multiply (WGMMA from
-shared memory, FP32 accumulators) and run the epilogue, which walks the accumulator in blocks of 64
-rows by 64 (or 32) columns: registers, shared memory, TMA store.
+A thread block is three warpgroups. Warp 0 of the first loads operands into a ring of stages by
+TMA; warp 1 loads a second ring (`Spec.rings`) or pre-activations; warp 2 of a cluster's first block
+finds tiles; warp 3 stores a backward's gradients, or the zeros of empty groups. The other two
+warpgroups multiply (WGMMA from shared memory, FP32 accumulators) and run the epilogue, which walks
+the accumulator in blocks of 64 rows by 64 (or 32) columns: registers, shared memory, TMA store.
 """
 
 import cuda.bindings.driver as cuda
@@ -105,9 +105,10 @@ class GroupedGemm:
 
         FP8 operands are contiguous along the reduction; where it is grouped they are ``a``
         [columns, total_rows] and ``b`` [depth, total_rows], contiguous, and groups end at multiples
-        of 128 rows. Row ``i`` of operand A has the scale ``a_scales[i * a_scale_pitch + k *
-        a_scale_block]`` for the k-th 128 of the reduction; so have rows of B (pitch 1), or each 128
-        of the rows of a group's (where the reduction is grouped, of all).
+        of 128 rows. For the k-th 128 of the reduction, row ``i`` of A has the scale ``a_scales[i *
+        a_scale_pitch + k * a_scale_block]``. So has row ``j`` of B where `Spec.scaling` is "rows",
+        with pitch 1; where it is "blocks" ``b_scales[g * b_scale_group + j // 128 * b_scale_pitch +
+        k * b_scale_block]`` in group ``g``, or in all if the reduction is grouped.
         """
         spec, tile = self.spec, self.tile
         a_pitch, b_pitch = (
@@ -174,7 +175,7 @@ class GroupedGemm:
         if const_expr(spec.scaled):
             blocks = cute.ceil_div(depth if spec.by_rows else total_rows, FP8_BLOCK)
             a_rows = total_rows if const_expr(spec.by_rows) else columns
-            of_a = self._scale_tensor(a_scales, (a_rows, blocks), (a_scale_pitch, a_scale_block))
+            of_a = self._tensor(Float32, a_scales, (a_rows, blocks), (a_scale_pitch, a_scale_block))
             of_b = None
             if const_expr(spec.scaling == "rows"):
                 pitch = cute.assume(b_scale_block, divby=4)
@@ -183,7 +184,8 @@ class GroupedGemm:
             else:
                 b_rows = weight_rows if const_expr(spec.by_rows) else depth
                 across = cute.ceil_div(b_rows, FP8_BLOCK)
-                of_b = self._scale_tensor(
+                of_b = self._tensor(
+                    Float32,
                     b_scales,
                     (groups, across, blocks),
                     (b_scale_group, b_scale_pitch, b_scale_block),
@@ -202,13 +204,13 @@ class GroupedGemm:
                 store_op, tensor_out, self._rows_layout(self.out_dtype), self.stored
             ),
             store_preact,
-            self._vector(Int32, ends, groups),
-            self._vector(Int64, table, groups) if const_expr(spec.table) else None,
+            self._tensor(Int32, ends, (groups,)),
+            self._tensor(Int64, table, (groups,)) if const_expr(spec.table) else None,
             b if const_expr(spec.by_rows) else out,
             self._rows(self.value_dtype, bias, groups, bias_columns)
             if const_expr(spec.bias)
             else None,
-            self._vector(CUTLASS_DTYPES[spec.scale], scales, total_rows)
+            self._tensor(CUTLASS_DTYPES[spec.scale], scales, (total_rows,))
             if const_expr(spec.scale)
             else None,
             self._rows(Float32, partials, tiles, total_rows)
@@ -242,22 +244,16 @@ class GroupedGemm:
         align = align or dtype.width // 8
         return cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=align)
 
-    def _vector(self, dtype, address, size):
-        return cute.make_tensor(self._pointer(dtype, address), cute.make_layout((size,)))
-
-    def _scale_tensor(self, address, shape, strides):
+    def _tensor(self, dtype, address, shape, strides=None, align=None):
         layout = cute.make_layout(shape, stride=strides)
-        return cute.make_tensor(self._pointer(Float32, address), layout)
+        return cute.make_tensor(self._pointer(dtype, address, align), layout)
 
     def _rows(self, dtype, address, rows, width):
         """Rows of values, side by side."""
-        layout = cute.make_layout((rows, width), stride=(Int64(width), 1))
-        return cute.make_tensor(self._pointer(dtype, address), layout)
+        return self._tensor(dtype, address, (rows, width), (Int64(width), 1))
 
     def _matrix(self, address, shape, strides, dtype=None):
-        return cute.make_tensor(
-            self._pointer(dtype or self.dtype, address, 16), cute.make_layout(shape, stride=strides)
-        )
+        return self._tensor(dtype or self.dtype, address, shape, strides, 16)
 
     def _per_group(self, matrix, groups, group_pitch):
         if self.spec.table:

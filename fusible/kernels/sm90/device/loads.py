@@ -15,6 +15,7 @@ from fusible.kernels.sm90.device.parts import (
     preact_blocks_of,
     ring_state,
     steps_of,
+    tile_coord,
 )
 from fusible.kernels.sm90.spec import WARPGROUP_ROWS, Spec
 from fusible.recipes.formats import FP8_BLOCK
@@ -111,11 +112,8 @@ def load_operands(
     turn = Int32(0)
     read, valid, group, m, n, start, rows = tiles.next(tiles.begin())
     while valid:
-        row = (m * tile.cluster_m + in_cluster[0]) * tile.m
-        column = (n * tile.cluster_n + in_cluster[1]) * spec.width
-        tensor_a, offset_a, boxes_b = _operand_boxes(
-            spec, problem, operands, group, start, rows, row, column, in_cluster
-        )
+        coord = tile_coord(spec, in_cluster, group, m, n, start, rows)
+        tensor_a, offset_a, boxes_b = _operand_boxes(spec, problem, operands, coord, in_cluster)
         shared_by = (tile.cluster_n, in_cluster[1])
         to_a, from_a = _boxes(load_a, operands.a, tensor_a, tile_a, offset_a, shared_by)
         steps = steps_of(spec, problem, group, rows)
@@ -143,7 +141,8 @@ def load_operands(
                     mcast_mask=mask_b,
                 )
             if const_expr(spec.scaling == "rows"):
-                _load_scales(spec, operands, column, start // FP8_BLOCK + step, stage, barrier)
+                block = start // FP8_BLOCK + step
+                _load_column_scales(spec, operands, coord.column, block, stage, barrier)
             state.advance()
         read, valid, group, m, n, start, rows = tiles.next(read)
     # Wait until the cluster has read what this block sent, before it may exit.
@@ -153,8 +152,9 @@ def load_operands(
         state.advance()
 
 
-def _operand_boxes(spec, problem, operands, group, start, rows, row, column, in_cluster):
+def _operand_boxes(spec, problem, operands, coord, in_cluster):
     """Operand A and where a tile begins in it, and the partition of operand B."""
+    group, start, rows, row, column = coord
     load_a, load_b = operands.load_a, operands.load_b
     if spec.by_rows:
         boxes = _weight_boxes(spec, problem, operands, group, column, in_cluster)
@@ -167,10 +167,10 @@ def _operand_boxes(spec, problem, operands, group, start, rows, row, column, in_
     return tensors[0], (row, first), boxes
 
 
-def _load_scales(spec, operands, column, block, stage, barrier):
+def _load_column_scales(spec, operands, column, block, stage, barrier):
     """Load the scales of a tile's columns, those of operand B's rows, for a block of 128."""
-    load, box = operands.load_scales, (spec.tile.n, 1)
-    target, source = _boxes(load, operands.scales, load.tma_tensor, box, (column, block))
+    load, box = operands.load_column_scales, (spec.tile.n, 1)
+    target, source = _boxes(load, operands.column_scales, load.tma_tensor, box, (column, block))
     cute.copy(load.atom, source[None, 0], target[None, stage], tma_bar_ptr=barrier)
 
 

@@ -49,7 +49,10 @@ class TileReader(NamedTuple):
 
 
 class TileCoord(NamedTuple):
-    """A tile: its group, the group's first row and number of rows, the tile's first in it."""
+    """A tile: its group, the group's first row and number of rows, its own first row in the group.
+
+    And its first column.
+    """
 
     group: Int32
     start: Int32
@@ -63,18 +66,18 @@ class Operands(NamedTuple):
 
     load_a: Any  # TMA descriptors
     load_b: Any
-    load_scales: Any  # of the scales of operand B's rows
+    load_column_scales: Any  # of the scales of operand B's rows
     a: cute.Tensor  # shared memory
     b: cute.Tensor
-    scales: Any
+    column_scales: Any
     pipeline: Any
 
 
 class Scales(NamedTuple):
     """Scales of FP8 operands in global memory, one for `FP8_BLOCK` of the reduction."""
 
-    a: cute.Tensor  # of rows and blocks of the reduction
-    b: Any  # of groups, blocks of columns and of the reduction; None where stages hold them
+    a: cute.Tensor  # [rows, blocks of the reduction]
+    b: Any  # [groups, blocks of columns, blocks of the reduction]; None where stages hold them
 
 
 class Preacts(NamedTuple):
@@ -101,6 +104,13 @@ class Outputs(NamedTuple):
     scales: Any
     partials: Any  # sums over a tile's columns, of which the gradients of scales are made
     constants: tuple[Any, Any, Any]  # of the activation
+
+
+def tile_coord(spec: Spec, in_cluster, group, m, n, start, rows):
+    """Where a block's tile lies, for the tile of its cluster that the queue gives."""
+    tile = spec.tile
+    row = (m * tile.cluster_m + in_cluster[0]) * tile.m
+    return TileCoord(group, start, rows, row, (n * tile.cluster_n + in_cluster[1]) * spec.width)
 
 
 def steps_of(spec: Spec, problem: Problem, group, rows):
@@ -147,7 +157,7 @@ def ring_state(spec: Spec, user):
 
 
 def in_ring(spec: Spec, state, ring):
-    """The state of the pipeline of all stages for that of one of its rings."""
+    """``state``, which counts the stages of one ring, with its index among those of all rings."""
     if spec.rings == 1:
         return state
     index = state.index + ring * state.stages
@@ -155,7 +165,7 @@ def in_ring(spec: Spec, state, ring):
 
 
 def behind(state, count):
-    """A pipeline's stage ``count`` before that of ``state``, of which there are as many."""
+    """The state ``count`` stages before ``state``; at most the pipeline's number of stages."""
     index, phase = state.index - count, state.phase
     phase = Int32(select_(index < 0, phase ^ 1, phase))
     index = Int32(select_(index < 0, index + state.stages, index))

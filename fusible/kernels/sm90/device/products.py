@@ -25,9 +25,10 @@ from fusible.kernels.sm90.device.parts import (
     ring_state,
     steps_of,
     take_turn,
+    tile_coord,
 )
 from fusible.kernels.sm90.device.promotion import (
-    AHEAD,
+    SCALE_STAGES,
     Promotion,
     add_scaled,
     column_scales,
@@ -109,7 +110,7 @@ def multiply(
         shape = (2, 2, spec.mma_columns // 8), 1, 1
         products = cute.make_rmem_tensor(shape, Float32)
         within = thread & (WARPGROUP - 1)
-        promotion = Promotion(problem, scales, operands.scales, within, warpgroup)
+        promotion = Promotion(problem, scales, operands.column_scales, within, warpgroup)
     turns = const_expr(tile.pingpong and spec.rings == 1)
     if const_expr(turns):  # noqa: SIM102 (decided when compiling)
         if warpgroup == 0:
@@ -125,16 +126,16 @@ def multiply(
             if valid & (warpgroup == 1):
                 read, valid, group, m, n, start, rows = tiles.next(read)
         if valid:
-            coord = _coord(spec, tiles, group, m, n, start, rows)
+            coord = tile_coord(spec, tiles.in_cluster, group, m, n, start, rows)
             load_scales(spec, promotion, scales_now, coord, Int32(0))
     while valid:
         steps = steps_of(spec, problem, group, rows)
-        coord = _coord(spec, tiles, group, m, n, start, rows)
+        coord = tile_coord(spec, tiles.in_cluster, group, m, n, start, rows)
         has_turn = Boolean(True)
-        if const_expr(tile.pingpong and not spec.scaled):
+        if const_expr(turns):
             has_turn = turn == warpgroup
         if has_turn:
-            row_scales = scales_of(coord)
+            output_scales = scales_of(coord)
             # Here, not by the first product: under the other warpgroup's products in
             # ping-pong, and the last tile's values need no registers any more.
             accumulator.fill(0.0)
@@ -142,11 +143,11 @@ def multiply(
                 take_turn(_MULTIPLY_TURN, warpgroup)
             loop = (mma, accumulator, fragment_a, fragment_b, operands.pipeline, steps)
             if const_expr(spec.scaled):
-                loop = (*loop, spec, promotion, products, scales_now, coord, warpgroup)
+                loop = (*loop, spec, promotion, products, scales_now, coord)
             mainloop = _scaled_mainloop if spec.scaled else _mainloop
             partial = const_expr(spec.by_rows and (tile.pingpong or spec.scaled))
-            # Where a group ends within the tile, the rows behind need no products. Branches that
-            # exclude each other: ptxas would serialize products in one after the other.
+            # Rows past the group's end need no products. One if-elif chain: ptxas serializes
+            # products in a branch that follows another.
             left = rows - coord.row
             if const_expr(partial and tile.slabs == 2):
                 if left > WARPGROUP_ROWS * warpgroups:
@@ -179,17 +180,17 @@ def multiply(
                 # All products are issued: the other's may queue up behind them.
                 give_turn(_MULTIPLY_TURN, warpgroup)
             if const_expr(spec.scaled):
-                # Under the epilogue: the next tile's first scales.
+                # While the epilogue runs: the next tile's first scales.
                 read, valid, group, m, n, start, rows = tiles.next(read)
                 if const_expr(tile.pingpong):  # noqa: SIM102
                     if valid:
                         read, valid, group, m, n, start, rows = tiles.next(read)
                 if valid:
-                    following = _coord(spec, tiles, group, m, n, start, rows)
+                    following = tile_coord(spec, tiles.in_cluster, group, m, n, start, rows)
                     load_scales(spec, promotion, scales_now, following, Int32(0))
             else:
                 _drain(operands.pipeline, state, steps)
-            preact_state = write(accumulator, row_scales, coord, preact_state)
+            preact_state = write(accumulator, output_scales, coord, preact_state)
         else:
             if const_expr(spec.rings == 1):  # noqa: SIM102 (decided when compiling)
                 if steps > 0:
@@ -197,17 +198,10 @@ def multiply(
             if const_expr(spec.is_backward):
                 preact_state.advance(preact_blocks_of(spec, rows, coord.row))
         if const_expr(not spec.scaled):
-            if const_expr(tile.pingpong):
+            if const_expr(turns):
                 turn = 1 - turn
             read, valid, group, m, n, start, rows = tiles.next(read)
     cute.arch.cp_async_bulk_wait_group(0, read=False)
-
-
-def _coord(spec, tiles, group, m, n, start, rows):
-    """Where the block's tile lies, for one of its cluster from the queue."""
-    tile, in_cluster = spec.tile, tiles.in_cluster
-    row = (m * tile.cluster_m + in_cluster[0]) * tile.m
-    return TileCoord(group, start, rows, row, (n * tile.cluster_n + in_cluster[1]) * spec.width)
 
 
 @cute.jit
@@ -259,19 +253,19 @@ def _drain(ring, state, steps):
 @cute.jit
 def _scaled_mainloop(
     mma, accumulator, fragment_a, fragment_b, ring, steps, spec: cutlass.Constexpr[Spec],
-    promotion: Promotion, products, scales, coord: TileCoord, which, state,
+    promotion: Promotion, products, scales, coord: TileCoord, state,
     slabs: cutlass.Constexpr,
 ):  # fmt: skip
-    """The products of ``steps`` stages of FP8, each times its scales; all are added at the end.
+    """Add the products of ``steps`` stages of FP8, each times its scales, to the accumulator.
 
-    ``scales`` are those of the first `AHEAD` stages.
+    ``scales`` are those of the first `SCALE_STAGES` stages.
     """
     coming = scale_registers(spec)
     parts = const_expr(spec.tile.n // spec.mma_columns)
-    for first in cutlass.range(0, steps, AHEAD, unroll=1):
-        load_scales(spec, promotion, coming, coord, first + AHEAD)
-        for index in cutlass.range(cutlass.min(steps - first, AHEAD), unroll=1):
-            at = in_ring(spec, state, which)
+    for first in cutlass.range(0, steps, SCALE_STAGES, unroll=1):
+        load_scales(spec, promotion, coming, coord, first + SCALE_STAGES)
+        for index in cutlass.range(cutlass.min(steps - first, SCALE_STAGES), unroll=1):
+            at = in_ring(spec, state, promotion.warpgroup)
             ring.consumer_wait(at)
             for m in cutlass.range_constexpr(slabs):
                 for part in cutlass.range_constexpr(parts):
@@ -287,7 +281,8 @@ def _scaled_mainloop(
                         )
                         mma.set(wgmma.Field.ACCUMULATE, True)
                     wgmma.commit_group()
-                    # Before the wait, which takes longer; a tile has one slab or one part.
+                    # While the tensor cores multiply, and before the stage is released. With two
+                    # slabs there is one part: slab 1 has the column scales of slab 0.
                     of_rows = row_scales(promotion, scales, index, m)
                     if const_expr(m == 0):
                         of_columns = column_scales(spec, promotion, scales, index, part, at.index)

@@ -1,7 +1,7 @@
 """FP8 products into the FP32 accumulator: each block of the reduction times its scales.
 
-The tensor cores of Hopper add FP8 products with 13 fraction bits, so a sum is moved to registers of
-its own after `FP8_BLOCK` products, which is also where the scales change.
+The tensor cores of Hopper add FP8 products with 13 fraction bits. So the sum of each `FP8_BLOCK` of
+the reduction is multiplied by its scales and added to an FP32 accumulator.
 """
 
 from typing import Any, NamedTuple
@@ -14,30 +14,31 @@ from fusible.kernels.sm90.device.parts import Problem, Scales, TileCoord, gate_c
 from fusible.kernels.sm90.spec import WARP_ROWS, WARPGROUP_ROWS, Spec
 from fusible.recipes.formats import FP8_BLOCK
 
-AHEAD = 4  # pipeline stages whose scales are loaded at once
+SCALE_STAGES = 4  # pipeline stages whose scales are loaded at once
 
 
 class Promotion(NamedTuple):
     """Where a warp finds the scales of its products.
 
-    Loading scales takes longer than the products of a stage. So a warp loads those of `AHEAD`
-    stages at once, under the products of the stages before: each lane the scales of one of the
-    warp's rows, and one scale of operand B for one of the stages. Lanes exchange them by shuffles.
-    Scales of operand B that differ by column lie in the stages instead.
+    Loading scales takes longer than the products of a stage. So a warp loads those of
+    `SCALE_STAGES` stages at once, while the stages before are multiplied: each lane the scales of
+    one of the warp's rows, and one scale of operand B for one of the stages. Lanes exchange them by
+    shuffles. Scales of operand B that differ by column lie in the stages instead.
     """
 
     problem: Problem
     scales: Scales
-    columns: Any  # shared memory
+    column_scales: Any  # shared memory
     thread: Int32  # of the warpgroup
     warpgroup: Int32
 
 
 def scale_registers(spec: Spec):
-    """A lane's registers for the scales of `AHEAD` stages: of a row, and one of operand B."""
+    """A lane's registers for scales: of a row for `SCALE_STAGES` stages, and one of operand B."""
     assert spec.tile.slabs * WARP_ROWS <= 32  # lanes
-    assert spec.scaling == "rows" or spec.tile.n // spec.scale_columns * AHEAD <= 32
-    return cute.make_rmem_tensor((AHEAD + 1,), Float32)
+    assert spec.tile.slabs == 1 or spec.tile.n == spec.mma_columns
+    assert spec.scaling == "rows" or spec.tile.n // spec.scale_columns * SCALE_STAGES <= 32
+    return cute.make_rmem_tensor((SCALE_STAGES + 1,), Float32)
 
 
 @cute.jit
@@ -48,7 +49,10 @@ def load_scales(
     coord: TileCoord,
     step: Int32,
 ):
-    """Load a tile's scales of `AHEAD` stages from ``step`` on; past the last, those of the last."""
+    """Load a tile's scales for `SCALE_STAGES` stages from ``step`` on.
+
+    Past its last stage, those of the last.
+    """
     a, b, tile = promotion.scales.a, promotion.scales.b, spec.tile
     first, block = coord.start + coord.row, step
     if const_expr(not spec.by_rows):
@@ -60,18 +64,16 @@ def load_scales(
         row += promotion.warpgroup * WARPGROUP_ROWS
     row += lane // WARP_ROWS % tile.slabs * tile.warpgroups * WARPGROUP_ROWS
     row = cutlass.min(row, cute.size(a, mode=[0]) - 1)
-    for i in cutlass.range_constexpr(AHEAD):
+    for i in cutlass.range_constexpr(SCALE_STAGES):
         values[i] = a[row, cutlass.min(block + i, last)]
     if const_expr(b is not None):
         group = cutlass.min(coord.group, cute.size(b, mode=[0]) - 1)
-        column = coord.column
-        if const_expr(spec.kind == "glu"):
-            column = gate_column(spec, column, promotion.problem.glu_block)
+        column = gate_column(spec, coord.column, promotion.problem.glu_block)
         side = const_expr(tile.n // spec.b_parts)
-        at = cutlass.min(lane // AHEAD * spec.scale_columns, tile.n - 1)
+        at = cutlass.min(lane // SCALE_STAGES * spec.scale_columns, tile.n - 1)
         column += at % side + at // side * promotion.problem.glu_block
         across = cutlass.min(column // FP8_BLOCK, cute.size(b, mode=[1]) - 1)
-        values[AHEAD] = b[group, across, cutlass.min(block + lane % AHEAD, last)]
+        values[SCALE_STAGES] = b[group, across, cutlass.min(block + lane % SCALE_STAGES, last)]
 
 
 def row_scales(promotion: Promotion, values: cute.Tensor, index: Int32, m: int):
@@ -85,17 +87,17 @@ def row_scales(promotion: Promotion, values: cute.Tensor, index: Int32, m: int):
 def column_scales(
     spec: Spec, promotion: Promotion, values: cute.Tensor, index: Int32, part: int, stage: Int32
 ):
-    """The same of the part-th `Spec.mma_columns`: of each of its columns that the thread holds.
+    """The scales of the part-th `Spec.mma_columns` columns.
 
-    Or of each `Spec.scale_columns`.
+    One for each of the thread's columns ("rows"), or for each `Spec.scale_columns` ("blocks").
     """
     if spec.scaling == "rows":
         first = part * spec.mma_columns + 2 * (promotion.thread & 3)
         columns = [first + i * 8 + side for i in range(spec.mma_columns // 8) for side in range(2)]
-        return [promotion.columns[column, 0, stage] for column in columns]
+        return [promotion.column_scales[column, 0, stage] for column in columns]
     count = spec.mma_columns // spec.scale_columns
-    lanes = range(part * count * AHEAD, (part + 1) * count * AHEAD, AHEAD)
-    return [shuffle_sync(values[AHEAD], lane + index) for lane in lanes]
+    lanes = range(part * count * SCALE_STAGES, (part + 1) * count * SCALE_STAGES, SCALE_STAGES)
+    return [shuffle_sync(values[SCALE_STAGES], lane + index) for lane in lanes]
 
 
 def add_scaled(spec: Spec, accumulator, m: int, part: int, products, of_rows, of_columns):
