@@ -210,9 +210,9 @@ def microseconds(
     cost: Any = None,
     constants: Any = MEASURED,
 ) -> Any:
-    """The time that a product is expected to take, in microseconds, without its launch.
+    """The time that a product of at least one row is expected to take, in microseconds.
 
-    Rows grouped: ``columns`` of the output, of activations if it is gated, and ``depth`` of the
+    Without its launch. Rows grouped: ``columns`` of the output, of activations if it is gated, and ``depth`` of the
     reduction. Weight gradients: matrices ``[columns, depth]``, of which each has ``rows / groups``
     of the reduction. ``scaled``: of FP8 operands. ``cost`` is that of the tile, by default of the
     table.

@@ -5,12 +5,11 @@ from cutlass import Float32, Int32, const_expr, cute
 from cutlass.cute.nvgpu import CopyUniversalOp, OperandMajorMode, warp
 from cutlass.utils import hopper_helpers as hopper
 
-from fusible.kernels.sm90.device.parts import WARPGROUP
+from fusible.kernels.sm90.device.parts import EPILOGUE_BARRIER, WARPGROUP
 from fusible.kernels.sm90.device.stores import store_box
 from fusible.kernels.sm90.device.stripes import fragment_layout, fragment_order
 from fusible.kernels.sm90.spec import WARP_ROWS, WARPGROUP_ROWS
 
-_EPILOGUE_BARRIER = 1  # and 2: named barrier of each warpgroup's epilogue
 PIECE_COLUMNS = 16  # columns that one stmatrix or ldmatrix moves: 8 values of each thread
 
 
@@ -118,9 +117,7 @@ class BlockWriter:
             cute.arch.cp_async_bulk_wait_group(pending, read=True)
 
     def _barrier(self):
-        cute.arch.barrier(
-            barrier_id=_EPILOGUE_BARRIER + self.warpgroup, number_of_threads=WARPGROUP
-        )
+        cute.arch.barrier(barrier_id=EPILOGUE_BARRIER + self.warpgroup, number_of_threads=WARPGROUP)
 
     @cute.jit
     def write(self, stores):

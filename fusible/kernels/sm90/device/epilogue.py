@@ -11,6 +11,7 @@ from fusible.kernels.device.activations import evaluate
 from fusible.kernels.sm90.device.addressing import group_rows
 from fusible.kernels.sm90.device.blocks import PIECE_COLUMNS, BlockWriter
 from fusible.kernels.sm90.device.parts import (
+    PREACT_TURN,
     Outputs,
     Preacts,
     Problem,
@@ -24,11 +25,6 @@ from fusible.kernels.sm90.device.parts import (
 from fusible.kernels.sm90.device.stores import output_of
 from fusible.kernels.sm90.device.stripes import untangle
 from fusible.kernels.sm90.spec import FORWARD, WARPGROUP_ROWS, Spec
-
-# And 6: named barriers of whose turn it is, in ping-pong, to read pre-activations. Without turns
-# one warpgroup could wait for a slot's next contents while the other's have yet to come, and
-# mistake those for its own.
-PREACT_TURN = 5
 
 
 class Epilogue:
@@ -54,7 +50,7 @@ class Epilogue:
         return pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, slots)
 
     @cute.jit
-    def row_scales(self, coord: TileCoord):
+    def output_scales(self, coord: TileCoord):
         """The scales of a thread's rows, 0 beyond the group and for the rows past all groups."""
         scales = self.outputs.scales
         values = cute.make_rmem_tensor((2 * self.tile.slabs,), Float32)
@@ -68,7 +64,7 @@ class Epilogue:
         return values
 
     @cute.jit
-    def write(self, accumulator, row_scales, coord: TileCoord, preact_state):
+    def write(self, accumulator, output_scales, coord: TileCoord, preact_state):
         """Write a tile."""
         spec, out_blocks = self.spec, self.outputs.blocks
         writer = BlockWriter(
@@ -76,14 +72,14 @@ class Epilogue:
         )
         if const_expr(spec.is_backward):
             preact_state = self._write_backward(
-                writer, accumulator, row_scales, coord, preact_state
+                writer, accumulator, output_scales, coord, preact_state
             )
         else:
-            self._write_product(writer, accumulator, row_scales, coord)
+            self._write_product(writer, accumulator, output_scales, coord)
         return preact_state
 
     @cute.jit
-    def _write_product(self, writer, accumulator, row_scales, coord: TileCoord):
+    def _write_product(self, writer, accumulator, output_scales, coord: TileCoord):
         """Write a tile of any kind but a backward."""
         spec, tile = self.spec, self.tile
         writer.settle(0)
@@ -99,10 +95,10 @@ class Epilogue:
             if const_expr(spec.kind == "wgrad"):
                 self._store(writer, accumulator, m, out, slab, coord, count)
             elif slab < coord.rows:
-                write_slab(writer, accumulator, m, row_scales, out, both, slab, coord, count)
+                write_slab(writer, accumulator, m, output_scales, out, both, slab, coord, count)
 
     @cute.jit
-    def _write_backward(self, writer, accumulator, row_scales, coord: TileCoord, preact_state):
+    def _write_backward(self, writer, accumulator, output_scales, coord: TileCoord, preact_state):
         """Put the blocks of a backward's tile together, where `store_gradients` takes them."""
         write_slab = self._backward_slab
         take_turn(PREACT_TURN, self.warpgroup)
@@ -110,19 +106,21 @@ class Epilogue:
             give_turn(PREACT_TURN, self.warpgroup)
         for m in cutlass.range_constexpr(self.tile.slabs):
             if coord.row + m * WARPGROUP_ROWS < coord.rows:
-                preact_state = write_slab(writer, accumulator, m, row_scales, coord, preact_state)
+                preact_state = write_slab(
+                    writer, accumulator, m, output_scales, coord, preact_state
+                )
         return preact_state
 
     @cute.jit
     def _write_slab(
-        self, writer, accumulator, m, row_scales, out, both, slab, coord: TileCoord,
+        self, writer, accumulator, m, output_scales, out, both, slab, coord: TileCoord,
         count: cutlass.Constexpr,
     ):  # fmt: skip
         """Write 64 rows of a product of grouped rows."""
         if const_expr(self.spec.bias):
-            self._add_bias(accumulator, m, row_scales, coord)
+            self._add_bias(accumulator, m, output_scales, coord)
         if const_expr(self.spec.kind in FORWARD):
-            self._activate(writer, accumulator, m, row_scales, out, both, slab, coord, count)
+            self._activate(writer, accumulator, m, output_scales, out, both, slab, coord, count)
         else:
             self._store(writer, accumulator, m, out, slab, coord, count)
 
@@ -175,7 +173,7 @@ class Epilogue:
         return sides
 
     @cute.jit
-    def _add_bias(self, accumulator, m, row_scales, coord: TileCoord):
+    def _add_bias(self, accumulator, m, output_scales, coord: TileCoord):
         """``accumulator += bias * scale`` (no scale where the activation is scaled)."""
         spec, bias, glu_block = self.spec, self.outputs.bias, self.problem.glu_block
         within = 2 * (self.thread & 3)
@@ -194,7 +192,7 @@ class Epilogue:
                     for half in cutlass.range_constexpr(2):
                         scaled = value
                         if const_expr(spec.kind == "store"):
-                            scaled = value * row_scales[2 * m + half]
+                            scaled = value * output_scales[2 * m + half]
                         accumulator[(side, half, eight), m, 0] += scaled
 
     def _put_accumulator(self, writer, block, accumulator, m, index):
@@ -214,7 +212,7 @@ class Epilogue:
 
     @cute.jit
     def _activate(
-        self, writer, accumulator, m, row_scales, out, both, slab, coord: TileCoord,
+        self, writer, accumulator, m, output_scales, out, both, slab, coord: TileCoord,
         count: cutlass.Constexpr,
     ):  # fmt: skip
         """The scaled activation; before it, if kept, the accumulator it is computed from."""
@@ -225,7 +223,7 @@ class Epilogue:
             # Besides work it saves registers: the compiler begins no block before its turn.
             if column < self.problem.columns:
                 write_block(
-                    writer, accumulator, m, row_scales, out, both, slab, coord, index,
+                    writer, accumulator, m, output_scales, out, both, slab, coord, index,
                     count + index * blocks,
                 )  # fmt: skip
             else:
@@ -233,7 +231,7 @@ class Epilogue:
 
     @cute.jit
     def _activated_block(
-        self, writer, accumulator, m, row_scales, out, both, slab, coord: TileCoord,
+        self, writer, accumulator, m, output_scales, out, both, slab, coord: TileCoord,
         index: cutlass.Constexpr, count: cutlass.Constexpr,
     ):  # fmt: skip
         """A block of activation columns, after the blocks that it is computed from."""
@@ -257,13 +255,19 @@ class Epilogue:
                 for i in cutlass.range_constexpr(4):
                     of_column = [of_side[i] for of_side in operands]
                     value, _ = evaluate(spec.activation, of_column, self.outputs.constants)
-                    values.append(value * row_scales[2 * m + i // 2])
+                    values.append(value * output_scales[2 * m + i // 2])
             writer.put(values, block, piece)
         writer.write([(*out, slab, coord.column + index * self.columns, block)])
 
     @cute.jit
     def _backward_slab(
-        self, writer, accumulator, m: cutlass.Constexpr, row_scales, coord: TileCoord, preact_state
+        self,
+        writer,
+        accumulator,
+        m: cutlass.Constexpr,
+        output_scales,
+        coord: TileCoord,
+        preact_state,
     ):
         """64 rows: gradients of the pre-activation and the scale, and the scaled activation."""
         spec, ring, vacated = self.spec, self.preacts.pipeline, self.preacts.vacated
@@ -288,7 +292,7 @@ class Epilogue:
             act = self.outputs.blocks[None, None, (m * blocks + index) % act_blocks]
             for piece in cutlass.range_constexpr(self.columns // PIECE_COLUMNS):
                 self._backward(
-                    writer, accumulator, m, row_scales, sides, act, index, piece, scale_grads
+                    writer, accumulator, m, output_scales, sides, act, index, piece, scale_grads
                 )
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
@@ -299,7 +303,9 @@ class Epilogue:
             self._sum_up(scale_grads, m, coord)
         return preact_state
 
-    def _backward(self, writer, accumulator, m, row_scales, sides, act, index, piece, scale_grads):
+    def _backward(
+        self, writer, accumulator, m, output_scales, sides, act, index, piece, scale_grads
+    ):
         """16 scaled activation columns; the pre-activation's gradients, put where that was.
 
         Adds to the gradients of a thread's two scales.
@@ -315,7 +321,7 @@ class Epilogue:
             value, slopes = evaluate(self.spec.activation, operands, self.outputs.constants)
             eight = 2 * piece + i // 4 + index * self.columns // 8
             gradient = self._value(accumulator, m, eight, i % 4)
-            scale = row_scales[2 * m + i % 4 // 2]
+            scale = output_scales[2 * m + i % 4 // 2]
             scale_grads[i % 4 // 2] += gradient * value
             gradient *= scale
             for (at, place), slope in zip(places, slopes, strict=True):

@@ -9,6 +9,10 @@ from fusible.kernels.sm90.device.tile_scheduler import TileQueue
 from fusible.kernels.sm90.spec import WARPGROUP_ROWS, Spec
 
 WARPGROUP = 128  # threads
+# Named barriers, two each: of a warpgroup's epilogue, and in ping-pong of whose turn it is to
+# multiply, and to read pre-activations. Without the last one warpgroup could wait for a slot's next
+# contents while the other's have yet to come, and mistake those for its own.
+EPILOGUE_BARRIER, MULTIPLY_TURN, PREACT_TURN = 1, 3, 5
 CUTLASS_DTYPES = {
     "bfloat16": cutlass.BFloat16,
     "float16": cutlass.Float16,

@@ -7,9 +7,11 @@ from cutlass.cute.nvgpu import warpgroup as wgmma
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as hopper
 
-from fusible.kernels.sm90.device.epilogue import PREACT_TURN, Epilogue
+from fusible.kernels.sm90.device.epilogue import Epilogue
 from fusible.kernels.sm90.device.parts import (
     CUTLASS_DTYPES,
+    MULTIPLY_TURN,
+    PREACT_TURN,
     WARPGROUP,
     Operands,
     Outputs,
@@ -38,7 +40,6 @@ from fusible.kernels.sm90.device.promotion import (
 )
 from fusible.kernels.sm90.spec import WARPGROUP_ROWS, Spec
 
-_MULTIPLY_TURN = 3  # and 4: named barriers of whose turn it is, in ping-pong, to multiply
 _MAJOR = {"k": OperandMajorMode.K, "n": OperandMajorMode.MN}
 _READ_AS = {"k": LayoutEnum.ROW_MAJOR, "n": LayoutEnum.COL_MAJOR}  # as an A operand
 
@@ -101,7 +102,7 @@ def multiply(
         warpgroup,
     )
     # Bound here: an object whose methods a loop calls is taken for one that the loop changes.
-    scales_of, write = epilogue.row_scales, epilogue.write
+    scales_of, write = epilogue.output_scales, epilogue.write
 
     state = ring_state(spec, pipeline.PipelineUserType.Consumer)
     preact_state = epilogue.preact_state()
@@ -114,20 +115,20 @@ def multiply(
     turns = const_expr(tile.pingpong and spec.rings == 1)
     if const_expr(turns):  # noqa: SIM102 (decided when compiling)
         if warpgroup == 0:
-            give_turn(_MULTIPLY_TURN, Int32(1))
+            give_turn(MULTIPLY_TURN, Int32(1))
             if const_expr(spec.is_backward):
                 give_turn(PREACT_TURN, Int32(1))
 
-    turn, scales_now = Int32(0), None
+    turn, first_scales = Int32(0), None
     read, valid, group, m, n, start, rows = tiles.next(tiles.begin())
     if const_expr(spec.scaled):
-        scales_now = scale_registers(spec)
+        first_scales = scale_registers(spec)
         if const_expr(tile.pingpong):  # noqa: SIM102 (decided when compiling)
             if valid & (warpgroup == 1):
                 read, valid, group, m, n, start, rows = tiles.next(read)
         if valid:
             coord = tile_coord(spec, tiles.in_cluster, group, m, n, start, rows)
-            load_scales(spec, promotion, scales_now, coord, Int32(0))
+            load_scales(spec, promotion, first_scales, coord, Int32(0))
     while valid:
         steps = steps_of(spec, problem, group, rows)
         coord = tile_coord(spec, tiles.in_cluster, group, m, n, start, rows)
@@ -140,10 +141,10 @@ def multiply(
             # ping-pong, and the last tile's values need no registers any more.
             accumulator.fill(0.0)
             if const_expr(turns):
-                take_turn(_MULTIPLY_TURN, warpgroup)
+                take_turn(MULTIPLY_TURN, warpgroup)
             loop = (mma, accumulator, fragment_a, fragment_b, operands.pipeline, steps)
             if const_expr(spec.scaled):
-                loop = (*loop, spec, promotion, products, scales_now, coord)
+                loop = (*loop, spec, promotion, products, first_scales, coord)
             mainloop = _scaled_mainloop if spec.scaled else _mainloop
             partial = const_expr(spec.by_rows and (tile.pingpong or spec.scaled))
             # Rows past the group's end need no products. One if-elif chain: ptxas serializes
@@ -178,7 +179,7 @@ def multiply(
                 state = _mainloop(*loop, state, tile.slabs)
             if const_expr(turns):
                 # All products are issued: the other's may queue up behind them.
-                give_turn(_MULTIPLY_TURN, warpgroup)
+                give_turn(MULTIPLY_TURN, warpgroup)
             if const_expr(spec.scaled):
                 # While the epilogue runs: the next tile's first scales.
                 read, valid, group, m, n, start, rows = tiles.next(read)
@@ -187,7 +188,7 @@ def multiply(
                         read, valid, group, m, n, start, rows = tiles.next(read)
                 if valid:
                     following = tile_coord(spec, tiles.in_cluster, group, m, n, start, rows)
-                    load_scales(spec, promotion, scales_now, following, Int32(0))
+                    load_scales(spec, promotion, first_scales, following, Int32(0))
             else:
                 _drain(operands.pipeline, state, steps)
             preact_state = write(accumulator, output_scales, coord, preact_state)
@@ -260,10 +261,10 @@ def _scaled_mainloop(
 
     ``scales`` are those of the first `SCALE_STAGES` stages.
     """
-    coming = scale_registers(spec)
+    next_scales = scale_registers(spec)
     parts = const_expr(spec.tile.n // spec.mma_columns)
     for first in cutlass.range(0, steps, SCALE_STAGES, unroll=1):
-        load_scales(spec, promotion, coming, coord, first + SCALE_STAGES)
+        load_scales(spec, promotion, next_scales, coord, first + SCALE_STAGES)
         for index in cutlass.range(cutlass.min(steps - first, SCALE_STAGES), unroll=1):
             at = in_ring(spec, state, promotion.warpgroup)
             ring.consumer_wait(at)
@@ -292,5 +293,5 @@ def _scaled_mainloop(
                     add_scaled(spec, accumulator, m, part, products, of_rows, of_columns)
             state.advance()
         for i in cutlass.range_constexpr(cute.size(scales)):
-            scales[i] = coming[i]
+            scales[i] = next_scales[i]
     return state
