@@ -212,10 +212,10 @@ def microseconds(
 ) -> Any:
     """The time that a product of at least one row is expected to take, in microseconds.
 
-    Without its launch. Rows grouped: ``columns`` of the output, of activations if it is gated, and ``depth`` of the
-    reduction. Weight gradients: matrices ``[columns, depth]``, of which each has ``rows / groups``
-    of the reduction. ``scaled``: of FP8 operands. ``cost`` is that of the tile, by default of the
-    table.
+    Without its launch. Rows grouped: ``columns`` of the output, of activations if it is gated, and
+    ``depth`` of the reduction. Weight gradients: matrices ``[columns, depth]``, of which each has
+    ``rows / groups`` of the reduction. ``scaled``: of FP8 operands. ``cost`` is that of the tile,
+    by default of the table.
 
     All groups are taken to have the same number of rows: other sizes are not known on the host, and
     models that averaged over some were no better. The GPU takes as many rounds of tiles as its
