@@ -53,16 +53,13 @@ class TileReader(NamedTuple):
 
 
 class TileCoord(NamedTuple):
-    """A tile: its group, the group's first row and number of rows, its own first row in the group.
-
-    And its first column.
-    """
+    """Where a tile lies."""
 
     group: Int32
-    start: Int32
-    rows: Int32
-    row: Int32
-    column: Int32
+    start: Int32  # the group's first row
+    rows: Int32  # of the group
+    row: Int32  # the tile's first, counted from the group's first
+    column: Int32  # the tile's first
 
 
 class Operands(NamedTuple):
