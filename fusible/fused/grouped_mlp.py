@@ -163,6 +163,7 @@ class GroupedMLP(FusedOperation):
             preact,
             scales,
             products=fc1.grad_products(ctx1),
+            activation=saved2.x is None and ctx2.needs.params[0],
             bias=fc1.needs_bias_grads(ctx1),
             overwrite=not (ctx_act.held or keeps_graph()),
         )

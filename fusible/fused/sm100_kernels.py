@@ -237,6 +237,7 @@ class Sm100Kernels(GroupedKernels):
         scales: Tensor | None,
         *,
         products: Sequence[ProductKind],
+        activation: bool,
         bias: bool,
         overwrite: bool,
     ) -> ActivationGrads:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fusible.fuser.context import OperationContext
 from fusible.kernels import grouped
-from fusible.kernels.quantize.glu_backward import quantize_glu_backward
+from fusible.kernels.quantize.glu_backward import quantize_glu_backward, writes_activation
 from fusible.kernels.quantize.k_major import (
     KMajorOperands,
     ScaledMatrix,
@@ -26,9 +26,11 @@ from fusible.kernels.quantize.k_major import (
     transposed,
 )
 from fusible.kernels.sm90 import fp8_times
+from fusible.kernels.sm90.limits import supports_wide_tile
 from fusible.kernels.stacking import side_by_side, stacked
 from fusible.ops import BasicLinear, GroupedLinear
 from fusible.ops.grouped_kernels import (
+    Activated,
     ActivationGrads,
     GroupedKernels,
     GroupedOperand,
@@ -167,6 +169,38 @@ class Sm90Fp8Kernels(GroupedKernels):
         assert dy.ends is not None
         return grouped_gradient(dy, x, dy.ends, call.ctx.column_major)
 
+    def glu(
+        self,
+        call: LinearCall,
+        act: Any,
+        x: ScaledMatrix,
+        weights: ScaledMatrix,
+        scales: Tensor | None,
+        save_preact: bool,
+    ) -> Activated:
+        """The activation is quantized in the epilogue, for the second linear's product.
+
+        Its weight gradient, if there will be one, reads what `dglu` computes again. Where the
+        kernels cannot do both, the second linear quantizes the activation for both.
+        """
+        ctx, glu = call.ctx, glu_of(act)
+        fmt, grad_format = [ctx.recipe.of_fp8_products.format(role) for role in ("input", "grad")]
+        assert fmt is not None
+        assert grad_format is not None
+        fits = fmt.block is not None and (
+            glu.sides == 1 or supports_wide_tile(call.linear.has_bias, glu.activation)
+        )
+        if save_preact:
+            fits = fits and writes_activation(glu, call.linear.out_features, grad_format)
+        if not fits:
+            return super().glu(call, act, x, weights, scales, save_preact)
+        bias = call.linear.stacked_bias(ctx, torch.bfloat16)
+        given = call.ends, scales, glu, bias, save_preact, fmt
+        preact, data, scale = grouped.grouped_glu_quantized(
+            x, weights, *given, zero_tail=ctx.zero_tail
+        )
+        return Activated(preact, GroupedOperand(ScaledMatrix(data, scale.t()), None))
+
     def dglu(
         self,
         call: LinearCall,
@@ -177,6 +211,7 @@ class Sm90Fp8Kernels(GroupedKernels):
         scales: Tensor | None,
         *,
         products: Sequence[ProductKind],
+        activation: bool,
         bias: bool,
         overwrite: bool,
     ) -> ActivationGrads:
@@ -185,8 +220,10 @@ class Sm90Fp8Kernels(GroupedKernels):
         One epilogue for both was slower (``benchmarks/NOTES.md``).
         """
         ctx, ends, glu = call.ctx, call.ends, glu_of(act)
-        fmt = ctx.recipe.of_fp8_products.format("grad")
+        recipe = ctx.recipe.of_fp8_products
+        fmt = recipe.format("grad")
         assert fmt is not None
+        writes = activation and writes_activation(glu, preact.shape[1], fmt)
         gradients = quantize_glu_backward(
             self.data_grad(call, dy, weights, None),
             preact,
@@ -197,10 +234,11 @@ class Sm90Fp8Kernels(GroupedKernels):
             rowwise="dgrad" in products,
             columnwise="wgrad" in products,
             values=bias,
+            activation=recipe.format("input") if writes else None,
         )
         sums = None if gradients.values is None else grouped.grouped_sum(gradients.values, ends)
-        output = None
-        if ctx.needs.params[0] and not self.saves_activation(ctx, act):
+        output = gradients.activation
+        if activation and not writes:
             output = self._requantized_input(call, glu.forward(preact, scales))
         return ActivationGrads(GroupedOperand(*gradients.operands), output, gradients.scales, sums)
 

@@ -65,7 +65,7 @@ class ActivationGrads(NamedTuple):
     preact: Any
     """Gradient ``[rows, columns]``: ``x`` of `GroupedKernels.prepare_rows`, opaque."""
     output: Any | None
-    """The activation ``[rows, features]`` as `weight_grad` reads it; None where it was saved."""
+    """The activation ``[rows, features]`` as `weight_grad` reads it, if requested."""
     scales: Tensor
     """Gradient of the row scales, ``[rows]``; without rows if there are none."""
     bias: Tensor | None
@@ -277,7 +277,9 @@ class GroupedKernels:
     # --- the activation between two linears ------------------------------------------------------
 
     def saves_activation(self, ctx: OperationContext, act: Any) -> bool:
-        """Whether the second linear saves the activation; otherwise `dglu` recomputes it."""
+        """Whether the second linear saves what `glu` gives of the activation for its weight
+        gradient; what is not saved `dglu` recomputes.
+        """
         return ctx.quantizes and not act.activation_recompute_in_mlp
 
     def preact_ends(self, call: LinearCall) -> Tensor:
@@ -328,14 +330,16 @@ class GroupedKernels:
         scales: Tensor | None,
         *,
         products: Sequence[ProductKind],
+        activation: bool,
         bias: bool,
         overwrite: bool,
     ) -> ActivationGrads:
         """The second linear's data gradient, of its ``call``, and the activation's backward.
 
         ``dy`` ``[rows, out_features]`` is `GroupedOperand.row`, ``preact`` ``[rows, columns]`` and
-        ``scales`` those of `glu`. ``products`` will read the gradient of ``preact``. ``bias``
-        requests the gradient of the first linear's bias, if these kernels fuse it. ``overwrite``:
+        ``scales`` those of `glu`. ``products`` will read the gradient of ``preact``.
+        ``activation`` requests the activation, which the second linear has not saved, ``bias``
+        the gradient of the first linear's bias, if these kernels fuse it. ``overwrite``:
         ``preact`` may be written to.
         """
         ctx = call.ctx
@@ -343,8 +347,8 @@ class GroupedKernels:
         dpreact, recomputed, dscales = grouped.grouped_dglu(
             dy, weights, call.ends, *of_activation, overwrite=overwrite, zero_tail=zero_tail
         )
-        output: Any = None if self.saves_activation(ctx, act) else recomputed
-        if output is not None and ctx.quantizes and ctx.needs.params[0]:
+        output: Any = recomputed if activation else None
+        if activation and ctx.quantizes:
             output = self._requantized_input(call, cast(output, ctx.dtype))
         return ActivationGrads(cast(dpreact, ctx.dtype), output, dscales, None)
 

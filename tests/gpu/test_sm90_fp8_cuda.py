@@ -14,10 +14,10 @@ from fusible.activations import ACTIVATIONS
 from fusible.kernels import grouped
 from fusible.kernels.grouped import Glu, definitions
 from fusible.kernels.quantize.glu_backward import quantize_glu_backward
-from fusible.kernels.quantize.k_major import quantize_k_major
+from fusible.kernels.quantize.k_major import ScaledMatrix, quantize_k_major
 from fusible.kernels.sm90 import checked_products as ops
 from fusible.kernels.sm90.spec import Tile
-from fusible.kernels.sm90.tiles import FP8_TILES
+from fusible.kernels.sm90.tiles import FP8_TILES, supports_tile
 from fusible.recipes.formats import E5M2 as E5M2_ELEMENT
 from fusible.recipes.formats import fp8_block, fp8_tensor
 
@@ -230,6 +230,32 @@ def test_every_activation(activation, scaled):
     # An activation may enlarge the error of its input, as a sigmoid of large values does.
     of_preact = glu.forward(preact.float(), None if scales is None else live(scales))
     assert_close(act, expected_act, relative(of_preact, expected_act))
+
+
+@pytest.mark.parametrize("tile", [t for kind in ("glu", "act") for t in FP8_TILES[kind]], ids=str)
+@pytest.mark.parametrize("features", [128, 192, 1024 + 64])
+def test_activation_quantized_in_the_epilogue(tile, features):
+    """The bits of a launch that stores the activation, and of the quantizer after it."""
+    kinds = [Glu("swiglu"), Glu("clamped_qgeglu", 1, 7.0, 1.702, 1.0), Glu("geglu", 32)]
+    for glu in kinds if tile in FP8_TILES["glu"] else [Glu("gelu"), Glu("srelu")]:
+        kind = "glu" if glu.sides == 2 else "act"
+        if not supports_tile(kind, tile, "k", glu.interleave, False, glu.activation, True, True):
+            continue
+        x, x_scale = row_operand(sum(SIZES), 656)
+        (w,), w_scale = weight_operand(len(SIZES), glu.sides * features, 656)
+        scales = torch.rand(len(x), device="cuda")
+        scales[sum(SIZES) :] = math.nan
+        for fmt, save in ((fp8_block(), True), (fp8_block(power_of_two=False), False)):
+            of_rows = ends_of(SIZES), scales, glu, None, save
+            with in_tile(tile):
+                preact, y = ops.grouped_glu(x, [w], *of_rows, x_scale, w_scale)
+                made = ops.grouped_glu_quantized(
+                    ScaledMatrix(x, x_scale), ScaledMatrix(w, w_scale), *of_rows, fmt
+                )
+            want = quantize_k_major(y, fmt, rowwise=True, columnwise=False).row
+            assert torch.equal(made[0], preact)
+            assert torch.equal(made[1].view(torch.uint8), want.data.view(torch.uint8))
+            assert torch.equal(made[2], want.scale.t())
 
 
 def _check_backward(glu, features, scales_dtype):

@@ -171,6 +171,7 @@ def emulate(monkeypatch, blocks, memory):
         philox,
         quantize,
     )
+    from fusible.kernels.sm90.device import quantized_rows
 
     thread = np.arange(THREADS)
 
@@ -205,7 +206,7 @@ def emulate(monkeypatch, blocks, memory):
     }  # fmt: skip
     emulate_activations(monkeypatch)
     modules = bits, numbers, magnitudes, quantize, k_major, glu_backward
-    for module in (*modules, hadamard, philox):
+    for module in (*modules, hadamard, philox, quantized_rows):
         for name, function in functions.items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, function)

@@ -21,14 +21,15 @@ from fusible.kernels.runtime import gpu
 from fusible.kernels.sm90 import checked_products, grouped_products, launch, operands
 from fusible.kernels.sm90.spec import FORWARD, Spec
 from fusible.ops import grouped_fast_path
+from fusible.recipes.quantization import quantize
 
 # The kernels' arguments: see GroupedGemm.__call__.
 NAMES = (
-    "a", "b", "preact", "out", "d_preact", "ends", "table", "bias", "scales", "partials", "counter",
-    "rows", "tail_end", "columns", "depth", "groups", "a_pitch", "b_pitch", "group_pitch",
-    "preact_pitch", "out_pitch", "d_preact_pitch", "glu_block", "glu_columns", "limit", "alpha",
-    "offset", "clusters", "a_scales", "b_scales", "a_scale_pitch", "a_scale_block", "b_scale_group",
-    "b_scale_pitch", "b_scale_block", "stream",
+    "a", "b", "preact", "out", "d_preact", "ends", "table", "bias", "scales", "row_results",
+    "counter", "rows", "tail_end", "columns", "depth", "groups", "a_pitch", "b_pitch",
+    "group_pitch", "preact_pitch", "out_pitch", "d_preact_pitch", "glu_block", "glu_columns",
+    "limit", "alpha", "offset", "clusters", "a_scales", "b_scales", "a_scale_pitch",
+    "a_scale_block", "b_scale_group", "b_scale_pitch", "b_scale_block", "stream",
 )  # fmt: skip
 
 
@@ -82,7 +83,9 @@ def run_product(spec: Spec, *arguments: float) -> None:
         w = [torch.stack(w)]
     bias = tensor_at(k.bias, (k.groups, features), value_dtype) if spec.bias else None
     scales = tensor_at(k.scales, (k.rows,), getattr(torch, spec.scale)) if spec.scale else None
-    out = tensor_at(k.out, (k.rows, k.columns), out_dtype, (k.out_pitch, 1))
+    quantized = spec.out_format
+    elements = out_dtype if quantized is None else quantized.element.dtype
+    out = tensor_at(k.out, (k.rows, k.columns), elements, (k.out_pitch, 1))
     interleaved = spec.sides == 2 and k.glu_columns == 2 * k.columns
     glu = Glu(spec.activation, k.glu_block if interleaved else 0, k.limit, k.alpha, k.offset)
     shape = k.rows, spec.sides * k.columns
@@ -93,6 +96,11 @@ def run_product(spec: Spec, *arguments: float) -> None:
         out[tail] = math.nan
     elif spec.kind in FORWARD:
         preact, act = definitions.grouped_glu(x, w, ends, scales, glu, bias, True, x_scale, w_scale)
+        if quantized is not None:
+            act, scale, *_ = quantize(act, quantized)
+            scale[tail] = math.nan
+            row_scales = tensor_at(k.row_results, scale.t().shape, torch.float32)
+            row_scales.copy_(scale.t())
         preact[tail] = act[tail] = math.nan
         out.copy_(act)
         if spec.save_preact:
@@ -108,7 +116,7 @@ def run_product(spec: Spec, *arguments: float) -> None:
         if scales is None:
             return
         across = -(-k.columns // spec.tile.n)
-        partials = tensor_at(k.partials, (across, k.rows), torch.float32)
+        partials = tensor_at(k.row_results, (across, k.rows), torch.float32)
         partials.zero_()[0].copy_(found[2])
 
 

@@ -40,9 +40,10 @@ from fusible.kernels.grouped import (
     stored,
 )
 from fusible.kernels.grouped.groups import checks_enabled
+from fusible.kernels.quantize.k_major import ScaledMatrix
 from fusible.kernels.sm90 import checked_products as sm90
 from fusible.library import define
-from fusible.recipes.formats import value_dtype
+from fusible.recipes.formats import FP8_BLOCK, value_dtype
 from fusible.recipes.stored import StoredWeights
 
 # --- groups ---------------------------------------------------------------------------------------
@@ -112,6 +113,27 @@ grouped_glu = define(
     _grouped_glu_fake,
     [sm90.grouped_glu, partial(definitions.grouped_glu, product=_grouped_mm)],
     lambda x, w, *_: flops.product(x, w),
+)
+
+
+def _grouped_glu_quantized_fake(
+    x: ScaledMatrix, w: ScaledMatrix, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    *given, fmt = rest
+    preact, out = _grouped_glu_fake(x.data, [w.data], *given, x.scale, w.scale)
+    rows, features = out.shape
+    scale = out.new_empty(-(-features // FP8_BLOCK), rows, dtype=torch.float32)
+    return preact, out.new_empty(rows, features, dtype=fmt.element.dtype), scale
+
+
+grouped_glu_quantized = define(
+    definitions.grouped_glu_quantized,
+    _grouped_glu_quantized_fake,
+    [
+        sm90.grouped_glu_quantized,
+        partial(definitions.grouped_glu_quantized, product=grouped_glu),
+    ],
+    lambda x, x_scale, x_ends, w, *_: flops.product(x, [w]),
 )
 
 

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from fusible.formulas import math_dtype
 from fusible.kernels.glu import Glu
+from fusible.kernels.quantize.k_major import ScaledMatrix, quantize_k_major
 from fusible.kernels.stacking import stacked, write
 from fusible.recipes.blocks import with_zero_tail
-from fusible.recipes.formats import FP8_BLOCK, value_dtype
+from fusible.recipes.formats import FP8_BLOCK, NumberFormat, value_dtype
 
 
 def _sizes(ends: Tensor) -> list[int]:
@@ -134,6 +135,31 @@ def grouped_glu(
     preact = product(x, w, ends, bias, x_scale=x_scale, w_scale=w_scale)
     out = with_zero_tail(glu.forward(preact, scales), ends)
     return preact if save_preact else preact.new_empty(0, preact.shape[1]), out
+
+
+def grouped_glu_quantized(
+    x: ScaledMatrix,
+    w: ScaledMatrix,
+    ends: Tensor,
+    scales: Tensor | None,
+    glu: Glu,
+    bias: Tensor | None,
+    save_preact: bool,
+    fmt: NumberFormat,
+    *,
+    zero_tail: bool = True,
+    product: Callable[..., tuple[Tensor, Tensor]] = grouped_glu,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`grouped_glu` of FP8 operands, whose activation is rounded to BF16, then quantized.
+
+    In an FP8 format of 1x128 blocks. The results are the pre-activation, the activation's elements
+    ``[M, F]`` and their scales ``[ceil(F / 128), M]``.
+    """
+    given = ends, scales, glu, bias, save_preact, x.scale, w.scale
+    preact, out = product(x.data, [w.data], *given)
+    row = quantize_k_major(out, fmt, rowwise=True, columnwise=False).row
+    assert row is not None
+    return preact, row.data, row.scale.t()
 
 
 @torch.no_grad()

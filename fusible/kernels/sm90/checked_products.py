@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import NotImplementedType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fusible.activations import ACTIVATIONS, GATED
 from fusible.kernels.glu import Glu
+from fusible.kernels.quantize.k_major import ScaledMatrix
 from fusible.kernels.runtime.launch import aligned
 from fusible.kernels.sm90 import limits, tiles
 from fusible.kernels.sm90.grouped_products import TENSOR_TYPES, WeightProducts, cached_products
@@ -33,7 +34,7 @@ from fusible.kernels.sm90.operands import (
     supports,
 )
 from fusible.kernels.stacking import write
-from fusible.recipes.formats import FP8_BLOCK, value_dtype
+from fusible.recipes.formats import BLOCKS, FP8_BLOCK, NumberFormat, value_dtype
 
 
 def group_ends(split_sizes: Tensor, rows: int) -> Tensor | NotImplementedType:
@@ -211,8 +212,9 @@ def grouped_glu(
     w_scale: Tensor | None = None,
     *,
     zero_tail: bool = True,
-) -> tuple[Tensor, Tensor] | NotImplementedType:
-    """`definitions.grouped_glu`."""
+    out_format: NumberFormat | None = None,
+) -> Any:
+    """`definitions.grouped_glu`; with ``out_format`` `definitions.grouped_glu_quantized`."""
     operands = _operands("x", x, w, ends, False, x_scale, w_scale)
     in_halves = x_scale is not None and glu.interleave == 0 and glu.activation in GATED
     unit = limits.FP8_GLU_UNIT if in_halves else limits.MULTIPLE_OF
@@ -224,8 +226,29 @@ def grouped_glu(
         check_tensor("bias", bias, shape[:2], products.value_dtype, x.device)
         bias = bias.contiguous()
     return products.glu(
-        x, address, ends, scales, glu, bias, save_preact, table, pitch, operand_scales, zero_tail
-    )
+        x, address, ends, scales, glu, bias, save_preact, table, pitch, operand_scales, zero_tail,
+        out_format,
+    )  # fmt: skip
+
+
+def grouped_glu_quantized(
+    x: ScaledMatrix,
+    w: ScaledMatrix,
+    ends: Tensor,
+    scales: Tensor | None,
+    glu: Glu,
+    bias: Tensor | None,
+    save_preact: bool,
+    fmt: NumberFormat,
+    *,
+    zero_tail: bool = True,
+) -> tuple[Tensor, Tensor, Tensor] | NotImplementedType:
+    """`definitions.grouped_glu_quantized`."""
+    wide = glu.sides == 1 or limits.supports_wide_tile(bias is not None, glu.activation)
+    if not (wide and fmt.block == BLOCKS[0] and is_fp8(fmt.element.dtype)):
+        return NotImplemented
+    given = ends, scales, glu, bias, save_preact, x.scale, w.scale
+    return grouped_glu(x.data, [w.data], *given, zero_tail=zero_tail, out_format=fmt)
 
 
 def grouped_dglu(

@@ -31,7 +31,7 @@ from fusible.kernels.sm90.operands import (
     supports,
 )
 from fusible.kernels.sm90.spec import BACKWARD, FORWARD, Spec, Tile, block_columns
-from fusible.recipes.formats import value_dtype
+from fusible.recipes.formats import FP8_BLOCK, NumberFormat, value_dtype
 
 
 class WeightProducts:
@@ -75,7 +75,7 @@ class WeightProducts:
 
     def _rows_launch(self, *key: Any) -> Launch:
         """The launch of a product of rows with that key among those of this weight, made once."""
-        kind, transpose, bias, scale, glu, save_preact, pitch, preact_pitch = key
+        kind, transpose, bias, scale, glu, save_preact, pitch, preact_pitch, out_format = key
         if scale is not None and not is_row_scale(scale):
             raise ValueError(f"scales must be a float tensor, got {scale}")
         weight = self._layouts[transpose]
@@ -83,7 +83,7 @@ class WeightProducts:
         sides = 1 if glu is None else glu.sides
         columns = weight.rows // sides if kind in FORWARD else weight.rows
         activation, interleave = ("", 0) if glu is None else glu[:2]
-        needed = weight.major, interleave, bias, activation, self._scaled
+        needed = weight.major, interleave, bias, activation, self._scaled, out_format is not None
         sizes = self._rows, self._groups, columns, weight.depth, self._multiprocessors
         tile = tiles.choose(kind, *sizes, *needed)
         paired, stripe = (False, 0) if glu is None else _stripes(kind, tile, glu)
@@ -101,6 +101,7 @@ class WeightProducts:
             stripe=stripe,
             paired=paired,
             save_preact=save_preact,
+            out_format=out_format,
             out_dtype=DTYPE_NAMES[self.value_dtype],
         )
         launch = self._launches[key] = Launch(
@@ -177,7 +178,7 @@ class WeightProducts:
         if bias is None:
             row_scale = None  # it multiplies the bias only
         scale = None if row_scale is None else row_scale.dtype
-        key = "store", transpose, bias is not None, scale, None, False, pitch, 0
+        key = "store", transpose, bias is not None, scale, None, False, pitch, 0, None
         launch = self._launches.get(key) or self._rows_launch(*key)
         y = out
         if y is None:
@@ -199,7 +200,7 @@ class WeightProducts:
 
     def dgrad(self, dy: Tensor, w: int, ends: Tensor) -> Tensor:
         """`grouped_mm` with ``transpose_w``."""
-        key = "store", True, False, None, None, False, 0, 0
+        key = "store", True, False, None, None, False, 0, 0, None
         launch = self._launches.get(key) or self._rows_launch(*key)
         dx = dy.new_empty(dy.shape[0], self._depth)
         launch(dy.shape[0], dy.data_ptr(), w, dx.data_ptr(), ends.data_ptr())
@@ -218,14 +219,19 @@ class WeightProducts:
         pitch: int = 0,
         operand_scales: tuple[int, ...] = NO_SCALES,
         zero_tail: bool = True,
-    ) -> tuple[Tensor, Tensor]:
-        """`grouped_glu`."""
-        scale = None if scales is None else scales.dtype
-        key = FORWARD[glu.sides - 1], False, bias is not None, scale, glu, save_preact, pitch, 0
+        out_format: NumberFormat | None = None,
+    ) -> tuple[Tensor, ...]:
+        """`grouped_glu`; with ``out_format`` `grouped_glu_quantized`."""
+        scale, kind = None if scales is None else scales.dtype, FORWARD[glu.sides - 1]
+        key = kind, False, bias is not None, scale, glu, save_preact, pitch, 0, out_format
         launch = self._launches.get(key) or self._rows_launch(*key)
         rows, columns = x.shape[0], self._columns
         preact = x.new_empty(rows if save_preact else 0, columns, dtype=self.value_dtype)
-        out = x.new_empty(rows, columns // glu.sides, dtype=self.value_dtype)
+        features, dtype, row_results = columns // glu.sides, self.value_dtype, ()
+        if out_format is not None:
+            dtype = out_format.element.dtype
+            row_results = (x.new_empty(-(-features // FP8_BLOCK), rows, dtype=torch.float32),)
+        out = x.new_empty(rows, features, dtype=dtype)
         launch(
             rows,
             x.data_ptr(),
@@ -236,10 +242,11 @@ class WeightProducts:
             table=table,
             bias=0 if bias is None else bias.data_ptr(),
             scales=0 if scales is None else scales.data_ptr(),
+            row_results=row_results[0].data_ptr() if row_results else 0,
             operand_scales=operand_scales,
             zero_tail=zero_tail,
         )
-        return preact, out
+        return preact, out, *row_results
 
     def dglu(
         self,
@@ -257,7 +264,7 @@ class WeightProducts:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`grouped_dglu`; ``overwrite`` is for a contiguous pre-activation."""
         scale = None if scales is None else scales.dtype
-        key = BACKWARD[glu.sides - 1], True, False, scale, glu, False, pitch, preact_pitch
+        key = BACKWARD[glu.sides - 1], True, False, scale, glu, False, pitch, preact_pitch, None
         launch = self._launches.get(key) or self._rows_launch(*key)
         rows = dy.shape[0]
         # A block of pre-activations is read once, by the warps that then write its gradient.
@@ -275,7 +282,7 @@ class WeightProducts:
             d_preact=d_preact.data_ptr(),
             table=table,
             scales=0 if scales is None else scales.data_ptr(),
-            partials=partials.data_ptr(),
+            row_results=partials.data_ptr(),
             zero_tail=zero_tail,
         )
         dscales = partials if scales is None else sum_up(partials, rows, scales.dtype)

@@ -67,7 +67,7 @@ class Launch:
         table: int = 0,
         bias: int = 0,
         scales: int = 0,
-        partials: int = 0,
+        row_results: int = 0,
         operand_scales: tuple[int, ...] = NO_SCALES,
         zero_tail: bool = True,
     ) -> None:
@@ -86,7 +86,7 @@ class Launch:
         stream = torch._C._cuda_getCurrentRawStream(index)  # a tenth of the public call's time
         counter = tile_counter(index, stream) if self._dynamic else 0
         call_on_device(index, self._function, (
-            a, b, preact, out, d_preact, ends, table, bias, scales, partials, counter,
+            a, b, preact, out, d_preact, ends, table, bias, scales, row_results, counter,
             total_rows, total_rows if zero_tail else 0, *self._constant, clusters, *operand_scales,
             stream,
         ))  # fmt: skip

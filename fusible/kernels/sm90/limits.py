@@ -33,6 +33,14 @@ def supports_products(sm: int, dtype: str, *features: int) -> bool:
     return all([size > 0 and size % unit == 0 for size in features])
 
 
+def supports_wide_tile(bias: bool, activation: str) -> bool:
+    """Whether tiles of 256 columns of FP8 operands leave registers for an epilogue.
+
+    An activation that the epilogue quantizes needs them if it is gated: 128 columns share a scale.
+    """
+    return not bias and activation != "situglu"
+
+
 @functools.lru_cache(maxsize=1024)
 def supports_activation(
     activation: str, interleave: int, features: int, unit: int = MULTIPLE_OF

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from fusible.kernels.sm90.limits import FP8_GLU_UNIT
-from fusible.recipes.formats import FP8_BLOCK, value_dtype
+from fusible.recipes.formats import FP8_BLOCK, NumberFormat, value_dtype
 
 WARPGROUP_ROWS = 64  # rows of one WGMMA instruction
 WARP_ROWS = 16  # of which each warp holds
@@ -75,6 +75,7 @@ class Spec(NamedTuple):
     stripe: int = 0  # neighbouring gate columns before their linear columns, within a tile
     paired: bool = False  # gate and linear columns are further apart than a tile: two boxes
     save_preact: bool = False  # `FORWARD`: the pre-activation is stored as well
+    out_format: NumberFormat | None = None  # `FORWARD`: of a quantized output, of 1x128 blocks
     out_dtype: str = "bfloat16"
     accumulate: bool = False
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from fusible.kernels.sm90.limits import supports_wide_tile
 from fusible.kernels.sm90.spec import Tile
+from fusible.recipes.formats import FP8_BLOCK
 
 _SMALL = Tile(128, 128, True, 1, 2)
 _SMALL_DYNAMIC = _SMALL._replace(dynamic=True)
@@ -150,11 +152,13 @@ def supports_tile(
     bias: bool,
     activation: str = "",
     scaled: bool = False,
+    quantized: bool = False,
 ) -> bool:
     """Whether a kernel of ``kind`` can have a tile, for a weight of that ``major``.
 
-    These have too few registers and are not supported: FP8 tiles (``scaled``) of 256 columns with
-    biases or SiTUGLU; and, with more than 128 accumulator values a thread:
+    A ``quantized`` output needs tiles with `FP8_BLOCK` of its columns. These have too few registers
+    and are not supported: FP8 tiles (``scaled``) of 256 columns where `supports_wide_tile` says so;
+    and, with more than 128 accumulator values a thread:
 
     - a plain product: biases;
     - a gated activation: biases, transposed weights, stripes of 1, 2 and 4, and in three slabs of
@@ -164,14 +168,15 @@ def supports_tile(
     A gated activation has columns of whole stripes. Where its gate and linear columns lie apart,
     each half of a transposed weight's columns fills a row of shared memory, 64.
     """
-    if scaled and tile.n > 192 and (bias or activation == "situglu"):
+    width = tile.n // 2 if kind == "glu" else tile.n
+    crowded = scaled and tile.n > 192 and not supports_wide_tile(bias, activation)
+    if crowded or (quantized and width != FP8_BLOCK):
         return False
     spacious = tile.slabs * tile.n <= 256
     if kind == "dglu":
         return spacious or (interleave != 16 and (tile.cluster_m == 1 or activation != "geglu"))
     if kind != "glu":
         return kind != "store" or spacious or not bias
-    width = tile.n // 2
     paired = interleave % width == 0
     if not (paired or width % interleave == 0) or (paired and major == "n" and width < 64):
         return False
@@ -273,9 +278,13 @@ def choose(
     bias: bool = False,
     activation: str = "",
     scaled: bool = False,
+    quantized: bool = False,
 ) -> Tile:
-    """The tile of a product, see `microseconds`; ``scaled``: of FP8 operands."""
-    needed = major, interleave, bias, activation, scaled
+    """The tile of a product, see `microseconds`.
+
+    ``scaled``: of FP8 operands, ``quantized``: of an output that is quantized.
+    """
+    needed = major, interleave, bias, activation, scaled, quantized
     candidates = (FP8_TILES if scaled else TILES)[kind]
     return min(
         [tile for tile in candidates if supports_tile(kind, tile, *needed)],

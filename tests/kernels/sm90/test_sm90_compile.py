@@ -8,6 +8,7 @@ from pairs import every_pair
 from fusible.kernels.runtime.launch import compile_kernel
 from fusible.kernels.sm90.spec import BACKWARD, SHARED_BYTES, Spec, Tile
 from fusible.kernels.sm90.tiles import FP8_TILES, TILES, supports_tile
+from fusible.recipes.formats import fp8_block
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
@@ -104,6 +105,14 @@ def fp8_variants(kind, tile):
     elif kind == "glu":
         yield {**FP8, **QGEGLU, **SINGLE_COLUMNS, "save_preact": True, "bias": bias}
         yield {**FP8, **SWIGLU, **halves, "save_preact": True}
+        if supports_tile(kind, tile, "k", 0, False, "", True, quantized=True):
+            quantized = {**FP8, "b_dtype": "float8_e4m3fn", "out_format": fp8_block()}
+            for save in (False, True):
+                yield {**quantized, **SWIGLU, **halves, "save_preact": save}
+                yield {**quantized, **QGEGLU, **SINGLE_COLUMNS, "save_preact": save}
+            yield {**quantized, **QGEGLU, **BLOCKS_OF_16, "save_preact": True}
+            for name in ("geglu", "glu", "qgeglu", "reglu", "sreglu"):
+                yield {**quantized, "activation": name, **halves, "save_preact": True}
         if supports_tile(kind, tile, "k", 0, False, "situglu", True):
             situglu = {"activation": "situglu", "scale": "float32"}
             yield {**FP8, **situglu, **halves, "save_preact": True}
@@ -113,6 +122,8 @@ def fp8_variants(kind, tile):
     elif kind == "act":
         of_rows = {"activation": "gelu", "scale": "float32", "bias": bias}
         yield {**FP8, **of_rows, "save_preact": True}
+        if supports_tile(kind, tile, "k", 0, bias, "gelu", True, quantized=True):
+            yield {**FP8, **of_rows, "save_preact": True, "out_format": fp8_block()}
     elif kind == "wgrad":
         into = {"out_dtype": "float32", "accumulate": True, "table": True}
         yield {**FP8, "scaling": "rows", **into}

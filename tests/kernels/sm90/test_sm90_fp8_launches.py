@@ -5,7 +5,10 @@ import torch
 from sm90_launches import sm90_on_cpu
 
 from fusible.kernels.grouped import Glu, definitions
+from fusible.kernels.quantize.k_major import ScaledMatrix
 from fusible.kernels.sm90 import checked_products as ops
+from fusible.recipes.formats import E5M2 as E5M2_ELEMENT
+from fusible.recipes.formats import fp8_block, fp8_tensor
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SIZES = (3, 0, 130, 7)
@@ -82,6 +85,32 @@ def test_activation(interleave, save):
         ops.grouped_glu(*given), definitions.grouped_glu(*given), strict=True
     ):
         assert_same(actual, expected)
+
+
+@pytest.mark.parametrize("interleave", [0, 16])
+@pytest.mark.parametrize("save", [True, False])
+@pytest.mark.parametrize("columns", [256, 384])
+def test_activation_that_is_quantized(interleave, save, columns, launched):
+    x, (w,), x_scale, w_scale = operands(columns, 272)
+    of_rows = ENDS, torch.rand(ROWS), Glu("swiglu", interleave), None, save, fp8_block(E5M2_ELEMENT)
+    given = ScaledMatrix(x, x_scale), ScaledMatrix(w, w_scale), *of_rows
+    for actual, expected in zip(
+        ops.grouped_glu_quantized(*given), definitions.grouped_glu_quantized(*given), strict=True
+    ):
+        assert_same(actual, expected)
+    (spec,) = {s for s in launched if not isinstance(s, str)}
+    assert (spec.width, spec.out_format) == (128, of_rows[-1])
+
+
+def test_activation_that_no_epilogue_quantizes():
+    x, (w,), x_scale, w_scale = operands(256, 272)
+    of_rows = ScaledMatrix(x, x_scale), ScaledMatrix(w, w_scale), ENDS, None
+    for glu, bias, fmt in (
+        (Glu(), torch.zeros(len(SIZES), 256).bfloat16(), fp8_block()),
+        (Glu("situglu"), None, fp8_block()),
+        (Glu(), None, fp8_tensor()),
+    ):
+        assert ops.grouped_glu_quantized(*of_rows, glu, bias, True, fmt) is NotImplemented
 
 
 def test_activation_in_halves_of_other_widths_has_no_kernel():

@@ -19,8 +19,10 @@ from fusible.testing import assume_target
 
 SWIGLU = Glu()
 QGEGLU = Glu("clamped_qgeglu", 32, 7.0, 1.702, 1.0)
-OUTPUTS = {"out", "d_preact", "partials"}
-ADDRESSES = ("a", "b", "preact", "out", "d_preact", "ends", "table", "bias", "scales", "partials")
+OUTPUTS = {"out", "d_preact", "row_results"}
+ADDRESSES = (
+    "a", "b", "preact", "out", "d_preact", "ends", "table", "bias", "scales", "row_results",
+)  # fmt: skip
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ A thread of a warpgroup holds, of each 64 x 8 block of the accumulator, columns
 import cutlass
 from cutlass import Float32, Int32, const_expr, cute, pipeline
 
+from fusible.kernels.device import bits
 from fusible.kernels.device.activations import evaluate
 from fusible.kernels.sm90.device.addressing import group_rows
 from fusible.kernels.sm90.device.blocks import PIECE_COLUMNS, BlockWriter
@@ -22,6 +23,7 @@ from fusible.kernels.sm90.device.parts import (
     row_in_tile,
     take_turn,
 )
+from fusible.kernels.sm90.device.quantized_rows import store_quantized
 from fusible.kernels.sm90.device.stores import output_of
 from fusible.kernels.sm90.device.stripes import untangle
 from fusible.kernels.sm90.spec import FORWARD, WARPGROUP_ROWS, Spec
@@ -119,32 +121,37 @@ class Epilogue:
         """Write 64 rows of a product of grouped rows."""
         if const_expr(self.spec.bias):
             self._add_bias(accumulator, m, output_scales, coord)
-        if const_expr(self.spec.kind in FORWARD):
+        if const_expr(self.spec.out_format is not None):
+            self._quantize(writer, accumulator, m, output_scales, both, slab, coord, count)
+        elif const_expr(self.spec.kind in FORWARD):
             self._activate(writer, accumulator, m, output_scales, out, both, slab, coord, count)
         else:
             self._store(writer, accumulator, m, out, slab, coord, count)
 
     def _targets(self, coord):
         """Where the output and, if there are any, the gate and linear columns are written."""
-        store, both = self.outputs.store, None
+        store, out, both = self.outputs.store, None, None
         if self.spec.by_rows:
-            out = group_rows(store.tma_tensor, 0, coord.start, coord.rows)
+            if store is not None:
+                out = store.atom, group_rows(store.tma_tensor, 0, coord.start, coord.rows)
             if self.outputs.store_preact is not None:
                 both = [
                     (side.atom, group_rows(side.tma_tensor, 0, coord.start, coord.rows))
                     for side in self.outputs.store_preact
                 ]
         else:
-            out = output_of(self.spec, self.problem, store, coord.group)
-        return (store.atom, out), both
+            out = store.atom, output_of(self.spec, self.problem, store, coord.group)
+        return out, both
 
     def _row(self, m, half):
         return row_in_tile(self.spec, self.thread, self.warpgroup, m, half)
 
     def _blocks_of_slab(self):
         """Blocks written for each 64 rows of a warpgroup, but for a backward's."""
-        kept = self.tile.n if self.spec.save_preact else 0
-        return (kept + self.spec.width) // self.columns
+        columns = self.tile.n if self.spec.save_preact else 0
+        if self.spec.out_format is None:
+            columns += self.spec.width
+        return columns // self.columns
 
     @staticmethod
     def _value(accumulator, m, eight, i):
@@ -235,29 +242,70 @@ class Epilogue:
         index: cutlass.Constexpr, count: cutlass.Constexpr,
     ):  # fmt: skip
         """A block of activation columns, after the blocks that it is computed from."""
-        spec, sides, glu_block = self.spec, self.spec.sides, self.problem.glu_block
-        half = self.tile.n // 2
-        if const_expr(spec.save_preact):
-            for side in cutlass.range_constexpr(sides):
-                whole = index + side * half // self.columns if spec.paired else sides * index + side
-                block = writer.block(count + side)
-                self._put_accumulator(writer, block, accumulator, m, whole)
-                view = side if const_expr(spec.paired) else 0
-                at = gate_column(spec, coord.column, glu_block)
-                at += whole * self.columns - view * half
-                writer.write([(*both[view], slab, at, block)])
-        block = writer.block(count + (sides if spec.save_preact else 0))
+        if const_expr(self.spec.save_preact):
+            self._store_preact(writer, accumulator, m, both, slab, coord, index, count)
+        block = writer.block(count + (self.spec.sides if self.spec.save_preact else 0))
         for piece in cutlass.range_constexpr(self.columns // PIECE_COLUMNS):
-            values = []
-            for j in cutlass.range_constexpr(2):
-                eight = 2 * piece + index * self.columns // 8 + j
-                operands = self._operands(accumulator, m, eight)
-                for i in cutlass.range_constexpr(4):
-                    of_column = [of_side[i] for of_side in operands]
-                    value, _ = evaluate(spec.activation, of_column, self.outputs.constants)
-                    values.append(value * output_scales[2 * m + i // 2])
+            eight = const_expr(2 * piece + index * self.columns // 8)
+            values = [
+                value
+                for j in range(2)
+                for value in self._activations(accumulator, m, output_scales, eight + j)
+            ]
             writer.put(values, block, piece)
         writer.write([(*out, slab, coord.column + index * self.columns, block)])
+
+    def _activations(self, accumulator, m, output_scales, eight):
+        """A thread's 4 scaled values of the eight-th 8 activation columns."""
+        values = []
+        for i, of_column in enumerate(zip(*self._operands(accumulator, m, eight), strict=True)):
+            value, _ = evaluate(self.spec.activation, of_column, self.outputs.constants)
+            values.append(value * output_scales[2 * m + i // 2])
+        return values
+
+    @cute.jit
+    def _store_preact(
+        self, writer, accumulator, m, both, slab, coord: TileCoord, index: cutlass.Constexpr,
+        count: cutlass.Constexpr,
+    ):  # fmt: skip
+        """The blocks of the accumulator of which the index-th block of activations is computed."""
+        spec, sides, half = self.spec, self.spec.sides, self.tile.n // 2
+        for side in cutlass.range_constexpr(sides):
+            whole = index + side * half // self.columns if spec.paired else sides * index + side
+            block = writer.block(count + side)
+            self._put_accumulator(writer, block, accumulator, m, whole)
+            view = side if const_expr(spec.paired) else 0
+            at = gate_column(spec, coord.column, self.problem.glu_block)
+            at += whole * self.columns - view * half
+            writer.write([(*both[view], slab, at, block)])
+
+    @cute.jit
+    def _quantize(
+        self, writer, accumulator, m, output_scales, both, slab, coord: TileCoord,
+        count: cutlass.Constexpr,
+    ):  # fmt: skip
+        """The scaled activation, rounded to BF16, then quantized; before it, if kept, the
+        accumulator.
+        """
+        spec, problem, rows = self.spec, self.problem, ([], [])
+        store_preact, settle = self._store_preact, writer.settle
+        for index in cutlass.range_constexpr(spec.width // self.columns):
+            if const_expr(spec.save_preact):
+                if coord.column + index * self.columns < problem.columns:
+                    at = const_expr(count + index * spec.sides)
+                    store_preact(writer, accumulator, m, both, slab, coord, index, at)
+                else:
+                    settle(0)  # blocks are left out: the next may lie where any other did
+            for i in cutlass.range_constexpr(self.columns // 8):
+                eight = const_expr(index * self.columns // 8 + i)
+                values = self._activations(accumulator, m, output_scales, eight)
+                for half in cutlass.range_constexpr(2):
+                    rows[half].extend(bits.pack(values[2 * half : 2 * half + 2], "bf16"))
+        for half in cutlass.range_constexpr(2):
+            row = coord.row + self._row(m, half)
+            store_quantized(
+                rows[half], spec.out_format, self.outputs.quantized, problem, coord, row
+            )
 
     @cute.jit
     def _backward_slab(

@@ -66,7 +66,7 @@ class GroupedGemm:
         table: Int64,
         bias: Int64,
         scales: Int64,
-        partials: Int64,
+        row_results: Int64,
         counter: Int64,
         total_rows: Int32,
         tail_end: Int32,
@@ -101,7 +101,9 @@ class GroupedGemm:
         [groups, columns, depth], the group pitch being the output's. Rows from the last group's end
         to ``tail_end`` get zero output; others past it are not written. For the gated kinds
         ``columns`` counts activation columns, ``glu_block`` is the distance from a gate column
-        to its linear column and ``glu_columns`` the bound of gate columns.
+        to its linear column and ``glu_columns`` the bound of gate columns. ``row_results`` [tiles
+        across, total_rows] are a backward's sums for the gradients of scales, or the scales of the
+        128 columns of a tile of a quantized output.
 
         FP8 operands are contiguous along the reduction; where it is grouped they are ``a``
         [columns, total_rows] and ``b`` [depth, total_rows], contiguous, and groups end at multiples
@@ -193,7 +195,7 @@ class GroupedGemm:
             scales_of_operands = Scales(of_a, of_b)
 
         bias_columns = columns * 2 if const_expr(spec.kind == "glu") else columns
-        tiles = cute.ceil_div(columns, tile.n)
+        tiles = cute.ceil_div(columns, spec.width)
         self.kernel(
             self._load(tensor_a, layout_a, (tile.m, spec.tile_k), tile.cluster_n),
             self._load(tensor_b, layout_b, (part, spec.tile_k), tile.cluster_m),
@@ -202,7 +204,9 @@ class GroupedGemm:
             load_preact,
             cpasync.make_tiled_tma_atom(
                 store_op, tensor_out, self._rows_layout(self.out_dtype), self.stored
-            ),
+            )
+            if const_expr(spec.out_format is None)
+            else None,
             store_preact,
             self._tensor(Int32, ends, (groups,)),
             self._tensor(Int64, table, (groups,)) if const_expr(spec.table) else None,
@@ -213,9 +217,10 @@ class GroupedGemm:
             self._tensor(CUTLASS_DTYPES[spec.scale], scales, (total_rows,))
             if const_expr(spec.scale)
             else None,
-            self._rows(Float32, partials, tiles, total_rows)
+            self._rows(Float32, row_results, tiles, total_rows)
             if const_expr(spec.is_backward and spec.scale != "")
             else None,
+            (out, row_results) if const_expr(spec.out_format is not None) else None,
             self._pointer(Int32, counter),
             layout_a,
             layout_b,
@@ -300,7 +305,7 @@ class GroupedGemm:
         load_scales,
         operand_scales,
         load_preact,
-        store: cpasync.TmaInfo,
+        store,
         store_preact,
         ends: cute.Tensor,
         table,
@@ -308,6 +313,7 @@ class GroupedGemm:
         bias,
         scales,
         partials,
+        quantized,
         counter: cute.Pointer,
         layout_a: cute.ComposedLayout,
         layout_b: cute.ComposedLayout,
@@ -361,7 +367,8 @@ class GroupedGemm:
         if warp_index == 0:
             cpasync.prefetch_descriptor(load_a.atom)
             cpasync.prefetch_descriptor(load_b.atom)
-            cpasync.prefetch_descriptor(store.atom)
+            if const_expr(store is not None):
+                cpasync.prefetch_descriptor(store.atom)
 
         cluster_layout = cute.make_layout((1, *self.cluster, 1))
         shared_loads = tile.cluster_m + tile.cluster_n - 1
@@ -433,7 +440,7 @@ class GroupedGemm:
             cute.recast_ptr(shared.preact.data_ptr(), dtype=self.out_dtype),
             self._rows_layout(self.out_dtype).outer,
         )
-        outputs = Outputs(store, store_preact, blocks, bias, scales, partials, constants)
+        outputs = Outputs(store, store_preact, blocks, bias, scales, partials, quantized, constants)
 
         # What is above runs under the end of the kernel before, whose results each role waits for.
         if warpgroup_index == 0:

@@ -98,12 +98,13 @@ class Preacts(NamedTuple):
 class Outputs(NamedTuple):
     """Where an epilogue writes, and what it reads of each column or row."""
 
-    store: Any  # TMA descriptors
+    store: Any  # TMA descriptors; None of a quantized output
     store_preact: tuple[Any, ...] | None
     blocks: cute.Tensor  # shared memory on the way out
     bias: Any
     scales: Any
     partials: Any  # sums over a tile's columns, of which the gradients of scales are made
+    quantized: Any  # addresses of a quantized output's elements and scales
     constants: tuple[Any, Any, Any]  # of the activation
 
 

@@ -1,0 +1,69 @@
+"""Rows quantized in an epilogue: the device code, on arrays, against the quantizer."""
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+
+import simt
+
+from fusible.kernels.quantize.k_major import quantize_k_major
+from fusible.kernels.sm90.device import quantized_rows
+from fusible.kernels.sm90.device.parts import Problem, TileCoord
+from fusible.recipes.formats import E5M2, fp8_block
+
+ROWS, SIZES = 200, (70, 0, 64, 41)  # the last 25 are of no group
+UNTOUCHED = 7  # what elements and scales begin with
+
+
+def store(monkeypatch, x, fmt):
+    """What tiles of 64 rows write of ``x``, of which the rows of each group are one after another.
+
+    Past the last column a thread holds NaN.
+    """
+    columns, blocks = x.shape[1], -(-x.shape[1] // 128)
+    wide = torch.full((ROWS + 64, blocks * 128), torch.nan, dtype=torch.bfloat16)
+    wide[:ROWS, :columns] = x
+    elements = torch.full((ROWS, columns), UNTOUCHED, dtype=torch.uint8)
+    scales = torch.full((blocks, ROWS), float(UNTOUCHED))
+    starts = np.cumsum([0, *SIZES])
+    tiles = [
+        (start, size, row, 128 * block)
+        for start, size in zip(starts, SIZES, strict=False)
+        for row in range(0, size, 64)
+        for block in range(blocks)
+    ]
+    start, size, first, column = np.array(tiles).T[:, :, None]
+    thread = np.arange(simt.THREADS)
+    memory = simt.Memory()
+    addresses = memory.place(elements), memory.place(scales)
+    words = wide.view(torch.int16).numpy().view(np.uint32)  # pairs of columns
+    with monkeypatch.context() as patch, np.errstate(all="ignore"):
+        simt.emulate(patch, len(tiles), memory)
+        problem = Problem(ROWS, columns, 0, len(SIZES), 0, None, 0)
+        coord = TileCoord(0, start, size, first, column)
+        for half in (0, 8):
+            row = first + thread // 32 * 16 + thread % 32 // 4 + half
+            pairs = [column // 2 + 4 * eight + thread % 4 for eight in range(16)]
+            held = [words[start + row, pair] for pair in pairs]
+            quantized_rows.store_quantized(held, fmt, addresses, problem, coord, row)
+    return elements, scales
+
+
+@pytest.mark.parametrize("columns", [128, 16, 272, 384 + 112])
+@pytest.mark.parametrize(
+    "fmt", [fp8_block(), fp8_block(E5M2), fp8_block(power_of_two=False, amax_epsilon=0.25)]
+)
+def test_elements_and_scales_are_those_of_the_quantizer(monkeypatch, columns, fmt):
+    torch.manual_seed(columns)
+    x = (torch.randn(ROWS, columns) * torch.randint(-20, 20, (ROWS, 1)).exp2()).bfloat16()
+    x[0], x[3, 1], x[9, -1], x[11, 5] = 0, torch.inf, torch.nan, -0.0
+    want, live = quantize_k_major(x, fmt, rowwise=True, columnwise=False).row, sum(SIZES)
+    elements, scales = store(monkeypatch, x, fmt)
+    assert torch.equal(elements[:live], want.data[:live].view(torch.uint8))
+    torch.testing.assert_close(
+        scales[:, :live], want.scale.t()[:, :live], rtol=0, atol=0, equal_nan=True
+    )
+    assert (elements[live:] == UNTOUCHED).all()
+    assert (scales[:, live:] == UNTOUCHED).all()
