@@ -243,6 +243,9 @@ def quantize() -> None:
         for fmt in (fp8_block(), fp8_tensor()):
             quantize_glu_backward(dy, preact, scales, ends, glu, fmt, **uses)
     quantize_glu_backward(dy, preact[:, :256], None, ends, Glu("gelu"), fp8_block(), **uses)
+    for glu, of_both in ((Glu("swiglu", 128), preact), (Glu("gelu"), preact[:, :256])):
+        given = dy, of_both, scales, ends, glu, fp8_block()
+        quantize_glu_backward(*given, **uses, activation=fp8_block())
     transposed(x.to(torch.float8_e4m3fn))
 
 

@@ -282,15 +282,52 @@ def _check_quantized_backward(glu, features, scales_dtype, fmt):
         assert made.scales.dtype == scales_dtype
         assert_close(live(made.scales), dscales)
     again = quantize_k_major(made.values, fmt, **uses, columnwise=True, ends=ends_of(SIZES))
-    end = int(again.column.ends[-1])
-    pairs = [*zip(made.operands.row[:2], again.row[:2], strict=True)]
-    pairs.append((made.operands.column.data[:end], again.column.data[:end]))
-    pairs.append((made.operands.column.scale[: end // 128], again.column.scale[: end // 128]))
-    for actual, wanted in pairs:
-        assert torch.equal(*[t.contiguous().view(torch.uint8) for t in (actual, wanted)])
+    assert_same_bits(made.operands.row[:2], again.row[:2])
+    assert_same_bits(*map(written, (made.operands.column, again.column)))
     alone = quantize_glu_backward(*given, **uses, columnwise=False)
     assert alone.values is None
     assert torch.equal(alone.operands.row.data.view(torch.uint8), again.row.data.view(torch.uint8))
+
+
+def written(column):
+    """Elements and scales of the padded groups."""
+    end = int(column.ends[-1])
+    return column.data[:end], column.scale[: end // 128]
+
+
+def assert_same_bits(actual, wanted):
+    for pair in zip(actual, wanted, strict=True):
+        assert torch.equal(*[t.contiguous().view(torch.uint8) for t in pair])
+
+
+@pytest.mark.parametrize("sizes", [SIZES, (0, 0, 5), (0,), (300,) * 40], ids=str)
+@pytest.mark.parametrize("scales_dtype", [torch.float32, torch.bfloat16, None], ids=str)
+@pytest.mark.parametrize(("interleave", "features"), [(0, 384), (128, 512), (0, 72), (8, 128)])
+@pytest.mark.parametrize("activation", ["relu", "srelu", "silu", "reglu", "sreglu", "swiglu"])
+def test_the_backward_quantizes_the_activation(
+    activation, interleave, features, scales_dtype, sizes
+):
+    """In the kernel or by the definition, with the forward's bits where it has no exponential."""
+    glu = Glu(activation, interleave if ACTIVATIONS[activation].sides == 2 else 0)
+    rows, ends = sum(sizes) + TAIL, ends_of(sizes)
+    dy, preact = (torch.randn(rows, n * features, device="cuda").bfloat16() for n in (1, glu.sides))
+    scales = None if scales_dtype is None else torch.rand(rows, device="cuda").to(scales_dtype)
+    for t in (dy, preact) if scales is None else (dy, preact, scales):
+        t[sum(sizes) :] = math.nan
+    given, uses = (dy, preact, scales, ends, glu), {"rowwise": False, "columnwise": True}
+    made = quantize_glu_backward(
+        *given, fp8_block(E5M2_ELEMENT), **uses, values=True, activation=fp8_block()
+    )
+    again = quantize_k_major(made.values, fp8_block(E5M2_ELEMENT), **uses, ends=ends)
+    assert_same_bits(*map(written, (made.operands.column, again.column)))
+    act = glu.forward(preact, scales)
+    wanted = quantize_k_major(act, fp8_block(), **uses, ends=ends).column
+    assert torch.equal(made.activation.ends, wanted.ends)
+    if activation in ("relu", "srelu", "reglu", "sreglu"):
+        assert_same_bits(written(made.activation), written(wanted))
+    for actual, of_forward in zip(written(made.activation), written(wanted), strict=True):
+        differing = (actual.float() != of_forward.float()).sum()
+        assert differing <= 0.01 * actual.numel()
 
 
 @types

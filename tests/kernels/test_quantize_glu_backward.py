@@ -7,8 +7,9 @@ import torch
 from torch.library import opcheck
 
 from fusible.activations import ACTIVATIONS
+from fusible.formulas import split_glu
 from fusible.kernels.glu import Glu
-from fusible.kernels.quantize.glu_backward import quantize_glu_backward
+from fusible.kernels.quantize.glu_backward import quantize_glu_backward, writes_activation
 from fusible.kernels.quantize.k_major import quantize_k_major
 from fusible.kernels.quantize.spec import GluBackwardSpec, QuantizeSpec
 from fusible.recipes.formats import E5M2, fp8_block, fp8_tensor
@@ -72,11 +73,16 @@ def test_the_op_without_scales_passes_opcheck():
     assert_passes_opcheck(Glu("srelu"), (True, False), True, fp8_block(), scaled=False)
 
 
-def assert_passes_opcheck(glu, uses, values, fmt, scaled=True):
+@each_scaling
+def test_the_op_with_the_activation_passes_opcheck(fmt):
+    assert_passes_opcheck(Glu(), (True, False), False, fmt, activation=True)
+
+
+def assert_passes_opcheck(glu, uses, values, fmt, scaled=True, activation=False):
     dy, preact, scales, ends = operands(80, [130, 600], sides=glu.sides)
-    constants = fmt.as_constants()
+    constants, wanted = fmt.as_constants() * 2, (activation, *uses, values)
     given = dy, preact, scales if scaled else None, ends
-    opcheck(torch.ops.fusible.quantize_glu_backward, (*given, *glu, *constants, *uses, values))
+    opcheck(torch.ops.fusible.quantize_glu_backward, (*given, *glu, *constants, *wanted))
 
 
 @each_ends
@@ -98,25 +104,13 @@ def test_the_kernels_code_of_every_activation(activation, scaled, monkeypatch):
 
 
 def assert_as_defined(monkeypatch, ends, features, glu, fmt, scaled=True):
-    pytest.importorskip("cutlass")
     dy, preact, scales, given = operands(features, ends, sides=glu.sides)
     scales = scales if scaled else None
-    columns, interleave = preact.shape[1], glu.interleave
     flags = {"rowwise": True, "columnwise": True, "values": True}
     want = quantize_glu_backward(dy, preact, scales, given, glu, fmt, **flags)
-    op = torch.ops.fusible.quantize_glu_backward
-    *pieces, _, values = op(dy, preact, scales, given, *glu, *fmt.as_constants(), True, True, True)
-    paired = glu.sides == 2 and (interleave or columns // 2) % 128 == 0
-    partials = torch.empty(-(-columns // 128) >> paired, ROWS)
-    for t in (*pieces, values, partials):
-        t.flatten().view(torch.uint8).fill_(0xA5)
-    quantize = QuantizeSpec(fmt, "bf16", True, False, True, True, k_major=True)
-    stripe = interleave if interleave < 8 else 0
-    spec = GluBackwardSpec(quantize, glu.activation, scaled, stripe, True, paired)
-    inside = given.clamp(max=ROWS).tolist()
-    results = *pieces, partials, values
-    simt.quantize_glu_backward(monkeypatch, dy, preact, scales, inside, glu, results, spec)
-    live = inside[-1]
+    results = made_by_the_kernels_code(monkeypatch, (dy, preact, scales, given), glu, fmt)
+    pieces, (partials, values) = results[:5], results[5:7]
+    live = int(given[-1].clamp(max=ROWS))
     assert not values[live:].any()
     torch.testing.assert_close(values, want.values, rtol=2**-7, atol=2e-5)  # FP32 cancels
     assert (values == want.values).float().mean() > 0.98  # another exponential
@@ -127,6 +121,102 @@ def assert_as_defined(monkeypatch, ends, features, glu, fmt, scaled=True):
     ref.assert_same_bits(pieces[:2], again[:2])
     end = int(again[4][-1])
     ref.assert_same_bits(*[[t[2][:, :end], t[3][: end // 128]] for t in (pieces, again)])
+
+
+def made_by_the_kernels_code(monkeypatch, operands, glu, fmt, uses=(True, True), act=None):
+    """What the op gives, with the partial sums of the scales' gradient, as the kernel writes it."""
+    pytest.importorskip("cutlass")
+    dy, preact, scales, ends = operands
+    columns, interleave = preact.shape[1], glu.interleave
+    constants = *fmt.as_constants(), *(act or fmt).as_constants()
+    wanted = act is not None, *uses, True
+    results = [*torch.ops.fusible.quantize_glu_backward(*operands, *glu, *constants, *wanted)]
+    paired = glu.sides == 2 and (interleave or columns // 2) % 128 == 0
+    results[5] = torch.empty(-(-columns // 128) >> paired, ROWS)
+    for t in results:
+        t.flatten().view(torch.uint8).fill_(0xA5)
+    quantize = QuantizeSpec(fmt, "bf16", True, False, *uses, k_major=True)
+    stripe = interleave if interleave < 8 else 0
+    spec = GluBackwardSpec(quantize, glu.activation, scales is not None, stripe, True, paired, act)
+    inside = ends.clamp(max=ROWS).tolist()
+    simt.quantize_glu_backward(monkeypatch, dy, preact, scales, inside, glu, results, spec)
+    return results
+
+
+# --- the activation -------------------------------------------------------------------------------
+
+
+@each_ends
+@each_format
+@pytest.mark.parametrize("glu", [Glu("swiglu", 8), Glu("srelu")], ids=["swiglu", "srelu"])
+def test_the_activation_is_the_forward_then_the_quantization(ends, fmt, glu):
+    dy, preact, scales, given = operands(144, ends, sides=glu.sides)
+    gradients = {"rowwise": True, "columnwise": False}
+    made = quantize_glu_backward(
+        dy, preact, scales, given, glu, FORMATS["e5m2"], **gradients, activation=fmt
+    )
+    act = glu.forward(preact, scales)
+    want = quantize_k_major(act, fmt, rowwise=False, columnwise=True, ends=given).column
+    ref.assert_same_bits(made.activation, want)
+    alone = quantize_glu_backward(dy, preact, scales, given, glu, FORMATS["e5m2"], **gradients)
+    assert alone.activation is None
+    ref.assert_same_bits(made.operands.row[:2], alone.operands.row[:2])
+
+
+@each_ends
+@pytest.mark.parametrize("uses", [(True, True), (False, False)], ids=["both", "none"])
+@pytest.mark.parametrize(
+    ("glu", "features"),
+    [
+        (Glu("swiglu"), 384),
+        (Glu("swiglu", 128), 512),
+        (Glu("reglu", 256), 512),
+        (Glu("srelu"), 72),
+        (Glu("silu"), 136),
+    ],
+    ids=lambda value: "-".join(map(str, value[:2])) if isinstance(value, Glu) else str(value),
+)
+def test_the_kernels_code_writes_the_activation(ends, uses, glu, features, monkeypatch):
+    assert_activation_as_defined(monkeypatch, ends, features, glu, uses)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_kernels_code_writes_every_activation_without_scales(activation, monkeypatch):
+    options = (1.5, 1.702, 1.0)[: len(ACTIVATIONS[activation].options)]
+    glu = Glu(activation, 0, *options)
+    assert_activation_as_defined(monkeypatch, ENDS["ragged"], 128, glu, (True, True), False)
+
+
+def assert_activation_as_defined(monkeypatch, ends, features, glu, uses, scaled=True):
+    dy, preact, scales, given = operands(features, ends, sides=glu.sides)
+    scales = scales if scaled else None
+    assert writes_activation(glu, preact.shape[1], fp8_block())
+    which = (dy, preact, scales, given), glu, fp8_block(E5M2), uses
+    results = made_by_the_kernels_code(monkeypatch, *which, fp8_block())
+    ref.assert_same_bits(results[:7], made_by_the_kernels_code(monkeypatch, *which)[:7])
+    live = min(ends[-1], ROWS)
+    act, near = kernels_forward(monkeypatch, preact, scales, glu), glu.forward(preact, scales)
+    torch.testing.assert_close(act[:live], near[:live], rtol=2**-7, atol=2e-5)
+    assert (act[:live] == near[:live]).float().mean() > 0.98 or live == 0  # another exponential
+    want = quantize_k_major(act, fp8_block(), rowwise=False, columnwise=True, ends=given).column
+    end = int(want.ends[-1])
+    ref.assert_same_bits(results[7].t()[:end], want.data[:end])
+    ref.assert_same_bits(results[8][: end // 128], want.scale[: end // 128])
+
+
+def kernels_forward(monkeypatch, preact, scales, glu):
+    """``glu.forward(preact, scales)``, with the kernels' functions."""
+    from fusible.kernels.device.activations import evaluate
+
+    halves = [preact.float()]
+    if glu.sides == 2:
+        halves = split_glu(preact.float(), glu.interleave or None)
+    with monkeypatch.context() as patch:
+        simt.emulate_activations(patch)
+        constants = [simt.f32(option) for option in glu[2:]]
+        value, _ = evaluate(glu.activation, [half.numpy() for half in halves], constants)
+    value = torch.from_numpy(value)
+    return (value if scales is None else value * scales[:, None]).bfloat16()
 
 
 @pytest.mark.parametrize("which", ["dy", "scales"])

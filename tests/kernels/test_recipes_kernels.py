@@ -86,6 +86,18 @@ GLU_BACKWARD = [
     GluBackwardSpec(K_MAJOR[0], "situglu", True, 0, True, paired=True),
     GluBackwardSpec(K_MAJOR[0], "clamped_qgeglu", True, 0, False),
     GluBackwardSpec(K_MAJOR[0]._replace(wide_ends=True), "clamped_qgeglu", True, 4, True),
+    # With the activation.
+    *[
+        GluBackwardSpec(K_MAJOR[0], name, scaled, 0, values, paired, fp8_block())
+        for name, scaled, values, paired in (
+            ("swiglu", True, False, True),
+            ("swiglu", False, True, True),
+            ("clamped_qgeglu", True, False, True),
+            ("situglu", True, True, True),
+            ("gelu", True, False, False),
+            ("srelu", False, True, False),
+        )
+    ],
 ]
 # For one use, where the input or the weight has no gradient, and for none, by another launch.
 FOR_NONE = QuantizeSpec(fp8_tensor(E5M2), "bf16", True, False, False, False, k_major=True)
@@ -99,6 +111,9 @@ GLU_BACKWARD_THAT_SPILLS = {
     "none, plain": GluBackwardSpec(FOR_NONE, "srelu", True, 0, True),
     "none, situglu": GluBackwardSpec(FOR_NONE, "situglu", True, 0, True),
     "none, paired": GluBackwardSpec(FOR_NONE, "swiglu", True, 0, True, paired=True),
+    "columns, activation": GluBackwardSpec(
+        K_MAJOR[0]._replace(rowwise=False), "clamped_qgeglu", True, 0, False, True, fp8_block()
+    ),
 }
 MAXIMA = [
     QuantizeSpec(fp8_tensor(), "bf16", True, False, True, True),
@@ -131,7 +146,8 @@ KERNELS = [
 def name(case):
     kernel, spec = case
     if kernel == "quantize.glu_backward.quantize":
-        return f"{kernel}-{spec.activation}-{spec.stripe}-{spec.values}-{spec.paired}"
+        act = "" if spec.act is None else f"-{spec.act.name}"
+        return f"{kernel}-{spec.activation}-{spec.stripe}-{spec.values}-{spec.paired}{act}"
     uses = "".join(letter for letter, on in zip("gwrcvu", spec[2:], strict=False) if on)
     return f"{kernel}-{spec.format.name}-{spec.dtype}-{uses}"
 

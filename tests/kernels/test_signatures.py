@@ -22,6 +22,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="would run the
 
 ENDS = torch.tensor([100, 100, 230], dtype=torch.int32)
 ROWS, COLUMNS, FORMAT = 256, 128, fp8_block()
+GRADIENTS = glu_backward._Wanted(activation=False, rowwise=True, columnwise=True, values=True)
 
 
 @pytest.fixture(autouse=True)
@@ -68,9 +69,29 @@ def test_weights(called):
 def test_the_backward_of_an_activation(glu, called):
     dy = torch.zeros(ROWS, COLUMNS, dtype=torch.bfloat16)
     preact, scales = torch.zeros(ROWS, 2 * COLUMNS).bfloat16(), torch.ones(ROWS)
-    given = glu_backward._Inputs(dy, preact, scales, ENDS), glu, FORMAT, True, True, True
+    given = glu_backward._Inputs(dy, preact, scales, ENDS), glu, FORMAT, FORMAT, GRADIENTS
     assert glu_backward._cuda(*given) is not NotImplemented
     assert len(called) == 1
+
+
+@pytest.mark.parametrize(
+    ("glu", "fmt", "act", "launches"),
+    [
+        (Glu(), FORMAT, FORMAT, 1),
+        (Glu("gelu"), FORMAT, FORMAT, 1),
+        (Glu("swiglu", 8), FORMAT, FORMAT, 0),
+        (Glu(), FORMAT, fp8_tensor(), 0),
+        (Glu(), fp8_tensor(), FORMAT, 0),
+    ],
+    ids=["paired", "plain", "stripes", "whole activation", "whole gradients"],
+)
+def test_the_backward_of_an_activation_that_is_written(glu, fmt, act, launches, called):
+    dy = torch.zeros(ROWS, COLUMNS, dtype=torch.bfloat16)
+    preact = torch.zeros(ROWS, glu.sides * COLUMNS, dtype=torch.bfloat16)
+    given = glu_backward._Inputs(dy, preact, torch.ones(ROWS), ENDS), glu, fmt, act
+    made = glu_backward._cuda(*given, GRADIENTS._replace(activation=True))
+    assert (made is not NotImplemented) == (launches > 0)
+    assert len(called) == launches
 
 
 def test_blocks_that_no_product_reads_are_refused(called):
@@ -79,7 +100,9 @@ def test_blocks_that_no_product_reads_are_refused(called):
     preact, scales = torch.zeros(ROWS, 2 * COLUMNS).bfloat16(), torch.ones(ROWS)
     given = glu_backward._Inputs(dy, preact, scales, ENDS), Glu()
     with pytest.raises(ValueError, match="operands of FP8 products must be of FP8 elements"):
-        glu_backward._cuda(*given, fmt, True, True, True)
+        glu_backward._cuda(*given, fmt, FORMAT, GRADIENTS)
+    with pytest.raises(ValueError, match="operands of FP8 products must be of FP8 elements"):
+        glu_backward._cuda(*given, FORMAT, fmt, GRADIENTS._replace(activation=True))
     assert not called
 
 

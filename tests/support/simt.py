@@ -194,6 +194,7 @@ def emulate(monkeypatch, blocks, memory):
         make_layout=lambda shape: shape,
         make_tensor=lambda size, shape: _Shared(blocks, shape),
     )
+    allocator = SimpleNamespace(allocate_tensor=lambda kind, shape: _Shared(blocks, shape))
     functions = {
         "load": memory.load, "store": memory.store, "to_float": _to_float, "to_bits": _to_bits,
         "select": _select, "divide": lambda a, b: f32(a) / f32(b), "unpack": _unpack,
@@ -202,7 +203,8 @@ def emulate(monkeypatch, blocks, memory):
         "opaque": lambda n: n, "raise_to": memory.raise_to,
         "store_byte": memory.store_byte, "unpack_fp8": _unpack_fp8,
         "smaller": lambda a, b: np.fmin(f32(a), f32(b)), "multiply_wide": _multiply_wide,
-        "cute": cute, "cutlass": SimpleNamespace(max=np.maximum, min=np.minimum), **_TYPES,
+        "SmemAllocator": lambda: allocator, "cute": cute,
+        "cutlass": SimpleNamespace(max=np.maximum, min=np.minimum), **_TYPES,
     }  # fmt: skip
     emulate_activations(monkeypatch)
     modules = bits, numbers, magnitudes, quantize, k_major, glu_backward
@@ -228,8 +230,9 @@ def _coords(rows, columns, groups, ends, matrix_rows, size=128, width=128):
 def quantize_glu_backward(monkeypatch, dy, preact, scales, ends, glu, results, spec):
     """Write what the kernel writes, of contiguous operands, in groups up to ``ends``.
 
-    ``results`` are `KMajorPieces`, the partial sums and the values. Where these are quantized in
-    another launch, by the magnitudes found in the first, that of both.
+    ``results`` are `KMajorPieces`, the partial sums, the values, and elements and scales of the
+    activation. Where values are quantized in another launch, by the magnitudes found in the first,
+    that of both.
     """
     from fusible.kernels.quantize.device import glu_backward, quantize
     from fusible.kernels.quantize.device.blocks import BlockCoord
@@ -246,15 +249,18 @@ def quantize_glu_backward(monkeypatch, dy, preact, scales, ends, glu, results, s
     with monkeypatch.context() as patch, np.errstate(all="ignore"):
         emulate(patch, len(coords), memory)
         patch.setattr(quantize, "block_coord", lambda *_: BlockCoord(*coord))
-        pieces, partials, values = results[:4], *results[5:]
+        pieces, (partials, values, *act) = results[:4], results[5:]
         sizes = rows, columns, len(ends), rows
         tile = quantize.thread_tile(block, chunk, *sizes, None, spec.quantize)
         operands = [0 if t is None else memory.place(t) for t in (dy, preact, scales)]
         stripe = glu.interleave or columns // glu.sides
         source = glu_backward.GluSource(*operands, stripe, tuple(map(f32, glu[2:])))
-        out = KMajorOut(*[memory.place(t) for t in pieces], pieces[2].shape[-1])
+        pitch = max(t.shape[-1] for t in (pieces[2], act[0]))
+        out = KMajorOut(*[memory.place(t) for t in pieces], pitch)
+        data, scale = [memory.place(t) for t in act]
+        act_out = out._replace(col_data=data, col_scale=scale)
         amax = torch.zeros(len(ends), dtype=torch.int32)
-        more = [memory.place(t) for t in (partials, values)]
+        more = act_out, *[memory.place(t) for t in (partials, values)]
         given = source, tile, rows, columns, memory.place(amax), out, *more
         glu_backward.quantize_gradients(*given, spec)
     if spec.quantize.has_matrix_scales:

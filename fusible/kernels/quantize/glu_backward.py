@@ -4,6 +4,9 @@
 pre-activation is written in FP8 alone, row-wise and transposed. Where a scale covers a whole group,
 that pass writes BF16 and finds the largest magnitudes, and a second one quantizes. The op's
 definition is the two of them, on any device.
+
+It can also give the activation for the product that reduces the rows, so that the forward need not
+save it.
 """
 
 from __future__ import annotations
@@ -18,17 +21,18 @@ from torch import Tensor
 from fusible.kernels.glu import Glu
 from fusible.kernels.quantize import k_major
 from fusible.kernels.quantize.cuda import supports_matrix
-from fusible.kernels.quantize.k_major import KMajorOperands, RowsToQuantize
+from fusible.kernels.quantize.k_major import KMajorOperands, RowsToQuantize, ScaledMatrix
 from fusible.kernels.quantize.spec import GluBackwardSpec, QuantizeSpec
 from fusible.kernels.runtime.gpu import PTX_NAMES
 from fusible.kernels.runtime.launch import aligned, launch
 from fusible.library import define
-from fusible.recipes.blocks import with_zero_tail
-from fusible.recipes.formats import FP8_BLOCK, NumberFormat
+from fusible.recipes.blocks import padded_size, with_zero_tail
+from fusible.recipes.formats import BLOCKS, FP8_BLOCK, NumberFormat
 
 _THREAD_COLUMNS = 8  # columns of a thread
-_Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-"""`k_major.KMajorPieces`, the gradient of the scales, and the values."""
+_Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+"""`k_major.KMajorPieces`, the gradient of the scales, the values, and the activation's elements and
+scales for column-wise use as they are stored."""
 
 
 class _Inputs(NamedTuple):
@@ -40,6 +44,15 @@ class _Inputs(NamedTuple):
     ends: Tensor
 
 
+class _Wanted(NamedTuple):
+    """What is computed besides the gradient of the scales; see `quantize_glu_backward`."""
+
+    activation: bool
+    rowwise: bool
+    columnwise: bool
+    values: bool
+
+
 class GluGradients(NamedTuple):
     """The results of the backward of an activation."""
 
@@ -49,6 +62,9 @@ class GluGradients(NamedTuple):
     """``[rows]``, in the dtype of the scales; none without these."""
     values: Tensor | None
     """The pre-activation's gradient in BF16, if requested."""
+    activation: ScaledMatrix | None
+    """``glu(preact) * scales``, rounded to BF16, then quantized column-wise, if requested; see
+    `KMajorOperands.column`."""
 
 
 def quantize_glu_backward(
@@ -62,13 +78,15 @@ def quantize_glu_backward(
     rowwise: bool,
     columnwise: bool,
     values: bool = False,
+    activation: NumberFormat | None = None,
 ) -> GluGradients:
     """Gradients of ``glu(preact) * scales``, that of ``preact`` for FP8 products.
 
     ``dy`` is ``[rows, features]``, ``preact`` ``[rows, features]``, or ``[rows, 2 * features]`` of
     a gated activation, both BF16, ``scales`` ``[rows]`` or None, ``ends`` the end rows of the
-    groups, ``fmt`` of 1x128 blocks or of whole matrices. Raises what `quantize_k_major` raises, and
-    ValueError for other shapes.
+    groups, ``fmt`` of 1x128 blocks or of whole matrices, and so is ``activation``, the format of
+    ``glu(preact) * scales`` if it is to be quantized column-wise. Raises what `quantize_k_major`
+    raises, and ValueError for other shapes.
     """
     rows, columns = preact.shape
     of_scales = (rows,) if scales is None else tuple(scales.shape)
@@ -77,42 +95,83 @@ def quantize_glu_backward(
             f"dy must be ({rows}, {columns // glu.sides}) and scales ({rows},) for a "
             f"pre-activation of shape {tuple(preact.shape)}, got {tuple(dy.shape)} and {of_scales}"
         )
-    uses = rowwise, columnwise
-    results = _op(_Inputs(dy, preact, scales, ends), glu, fmt, *uses, values)
-    operands = k_major.as_operands(results[:5], fmt, *uses, True)
-    return GluGradients(operands, results[5], results[6] if values else None)
+    wanted = _Wanted(activation is not None, rowwise, columnwise, values)
+    results = _op(_Inputs(dy, preact, scales, ends), glu, fmt, activation or fmt, wanted)
+    operands = k_major.as_operands(results[:5], fmt, rowwise, columnwise, True)
+    act = None
+    if activation is not None:
+        act = k_major.column_operand(results[7], results[8], results[4], activation)
+    return GluGradients(operands, results[5], results[6] if values else None, act)
+
+
+def writes_activation(glu: Glu, columns: int, fmt: NumberFormat) -> bool:
+    """Whether the kernel writes the activation in ``fmt`` as well, with gradients of such blocks.
+
+    ``columns`` are those of the pre-activation. Elsewhere `quantize_glu_backward` runs its
+    definition where it is asked to.
+    """
+    return fmt.block == BLOCKS[0] and (glu.sides == 1 or _paired(glu, columns))
+
+
+def _stripe(glu: Glu, columns: int) -> int:
+    """Neighbouring gate columns before their linear columns."""
+    return glu.interleave or columns // glu.sides
+
+
+def _paired(glu: Glu, columns: int) -> bool:
+    """Whether gates and linear columns lie in stripes of whole blocks."""
+    return glu.sides == 2 and _stripe(glu, columns) % FP8_BLOCK == 0
 
 
 @torch.no_grad()
 def _definition(
-    inputs: _Inputs, glu: Glu, fmt: NumberFormat, rowwise: bool, columnwise: bool, values: bool
+    inputs: _Inputs, glu: Glu, fmt: NumberFormat, activation: NumberFormat, wanted: _Wanted
 ) -> _Results:
     """The definition of the op."""
     dy, preact, scales, ends = inputs
     dpreact, dscales = glu.backward(dy, preact, scales)
     dpreact = with_zero_tail(dpreact, ends)
     dscales = preact.new_empty(0) if dscales is None else with_zero_tail(dscales, ends)
-    pieces = k_major.definition(RowsToQuantize(dpreact, ends), fmt, rowwise, columnwise)
-    return *pieces, dscales, dpreact if values else dpreact.new_empty(0)
+    rounded = RowsToQuantize(dpreact, ends)
+    pieces = k_major.definition(rounded, fmt, wanted.rowwise, wanted.columnwise)
+    act = _act_pieces(inputs, activation, wanted)
+    if wanted.activation:
+        rounded = RowsToQuantize(glu.forward(preact, scales), ends)
+        act = k_major.definition(rounded, activation, False, True)[2:4]
+    return *pieces, dscales, dpreact if wanted.values else dpreact.new_empty(0), *act
 
 
 def _outputs(
-    inputs: _Inputs, glu: Glu, fmt: NumberFormat, rowwise: bool, columnwise: bool, values: bool
+    inputs: _Inputs, glu: Glu, fmt: NumberFormat, activation: NumberFormat, wanted: _Wanted
 ) -> _Results:
     """Allocate what the op returns."""
     _, preact, scales, ends = inputs
-    pieces = k_major.outputs(RowsToQuantize(preact, ends), fmt, rowwise, columnwise)
-    dpreact = preact.new_empty(preact.shape if values else (0,))
+    rows = RowsToQuantize(preact, ends)
+    pieces = k_major.outputs(rows, fmt, wanted.rowwise, wanted.columnwise)
+    dpreact = preact.new_empty(preact.shape if wanted.values else (0,))
     dscales = preact.new_empty(0) if scales is None else torch.empty_like(scales)
-    return *pieces, dscales, dpreact
+    return *pieces, dscales, dpreact, *_act_pieces(inputs, activation, wanted)
+
+
+def _act_pieces(
+    inputs: _Inputs, activation: NumberFormat, wanted: _Wanted
+) -> tuple[Tensor, Tensor]:
+    """Allocate the activation's elements and scales, which has the shape of ``dy``."""
+    rows = RowsToQuantize(inputs.dy, inputs.ends)
+    return k_major.outputs(rows, activation, False, wanted.activation)[2:4]
 
 
 def _cuda(
-    inputs: _Inputs, glu: Glu, fmt: NumberFormat, rowwise: bool, columnwise: bool, values: bool
+    inputs: _Inputs, glu: Glu, fmt: NumberFormat, activation: NumberFormat, wanted: _Wanted
 ) -> _Results | NotImplementedType:
     dy, preact, scales, ends = inputs
-    k_major.check(RowsToQuantize(preact, ends), fmt)
-    stripe = glu.interleave or preact.shape[1] // glu.sides
+    rows, columns = RowsToQuantize(preact, ends), preact.shape[1]
+    k_major.check(rows, fmt)
+    if wanted.activation:
+        k_major.check(rows, activation)
+        if not (fmt.directional and writes_activation(glu, columns, activation)):
+            return NotImplemented
+    stripe = _stripe(glu, columns)
     fits = (
         dy.dtype == preact.dtype == torch.bfloat16
         and (fmt.directional or fmt.block is None)
@@ -123,63 +182,63 @@ def _cuda(
         return NotImplemented
     inputs = _Inputs(aligned(dy), aligned(preact), scales, ends)
     if fmt.block is not None:
-        return _launch(inputs, glu, fmt, (rowwise, columnwise), values)
+        return _launch(inputs, glu, fmt, activation, wanted)
     amax = preact.new_zeros(len(ends), dtype=torch.int32)
-    results = _launch(inputs, glu, fmt, (False, False), True, amax)
+    for_values = _Wanted(False, False, False, True)
+    results = _launch(inputs, glu, fmt, activation, for_values, amax)
     pieces, dscales, dpreact = results[:5], results[5], results[6]
-    if rowwise or columnwise:
+    if wanted.rowwise or wanted.columnwise:
         rounded = RowsToQuantize(dpreact, ends)
-        pieces = k_major.launch_quantize(rounded, fmt, rowwise, columnwise, amax)
-    return *pieces, dscales, dpreact if values else preact.new_empty(0)
+        pieces = k_major.launch_quantize(rounded, fmt, wanted.rowwise, wanted.columnwise, amax)
+    return *pieces, dscales, dpreact if wanted.values else preact.new_empty(0), *results[7:]
 
 
 def _launch(
     inputs: _Inputs,
     glu: Glu,
     fmt: NumberFormat,
-    uses: tuple[bool, bool],
-    values: bool,
+    activation: NumberFormat,
+    wanted: _Wanted,
     amax: Tensor | None = None,
 ) -> _Results:
-    """The kernel, of aligned operands; with ``amax`` it finds the groups' largest magnitudes.
-
-    ``uses`` are whether it quantizes row-wise and column-wise.
-    """
+    """The kernel, of aligned operands; with ``amax`` it finds the groups' largest magnitudes."""
     dy, preact, scales, ends = inputs
     rows, columns = preact.shape
-    pieces = k_major.outputs(RowsToQuantize(preact, ends), fmt, *uses)
-    dpreact = preact.new_empty(preact.shape if values else (0,))
-    stripe = glu.interleave or columns // glu.sides
-    paired = glu.sides == 2 and stripe % FP8_BLOCK == 0
+    pieces = k_major.outputs(RowsToQuantize(preact, ends), fmt, wanted.rowwise, wanted.columnwise)
+    dpreact = preact.new_empty(preact.shape if wanted.values else (0,))
+    act = _act_pieces(inputs, activation, wanted)
+    stripe, paired = _stripe(glu, columns), _paired(glu, columns)
     blocks, dscales = -(-columns // FP8_BLOCK) >> paired, preact.new_empty(0)
     of_rows = dscales if scales is None else scales.float().contiguous()
     partials = preact.new_empty(0 if scales is None else blocks, rows, dtype=torch.float32)
-    which = glu.activation, scales is not None, stripe, values, paired
-    constants = _kernel(fmt, ends.dtype, *uses, *which)
-    sizes = rows, columns, len(ends), pieces[2].shape[-1], stripe
-    addresses = dy, preact, of_rows, ends, amax, *pieces, partials, dpreact
+    act_format = activation if wanted.activation else None
+    which = glu.activation, scales is not None, stripe, paired
+    constants = _kernel(fmt, act_format, ends.dtype, wanted, *which)
+    sizes = rows, columns, len(ends), padded_size(rows, len(ends), FP8_BLOCK), stripe
+    addresses = dy, preact, of_rows, ends, amax, *pieces, partials, dpreact, *act
     launch("quantize.glu_backward.quantize", constants, dy.device, *addresses, *sizes, *glu[2:])
     if scales is not None:
         dscales = partials.sum(0).to(scales.dtype)
-    return *pieces, dscales, dpreact
+    return *pieces, dscales, dpreact, *act
 
 
 @lru_cache(maxsize=1024)
 def _kernel(
     fmt: NumberFormat,
+    act: NumberFormat | None,
     ends: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
+    wanted: _Wanted,
     activation: str,
     scaled: bool,
     stripe: int,
-    values: bool,
     paired: bool,
 ) -> tuple[GluBackwardSpec]:
     wide, dtype = ends == torch.int64, PTX_NAMES[torch.bfloat16]
-    quantize = QuantizeSpec(fmt, dtype, True, wide, rowwise, columnwise, k_major=True)
+    uses = wanted.rowwise, wanted.columnwise
+    quantize = QuantizeSpec(fmt, dtype, True, wide, *uses, k_major=True)
     narrow = stripe if stripe < _THREAD_COLUMNS else 0
-    return (GluBackwardSpec(quantize, activation, scaled, narrow, values, paired),)
+    spec = GluBackwardSpec(quantize, activation, scaled, narrow, wanted.values, paired, act)
+    return (spec,)
 
 
 _op = define(_definition, _outputs, [_cuda], name="quantize_glu_backward")

@@ -140,12 +140,19 @@ def as_operands(
     if rowwise:
         row = ScaledMatrix(row_data, row_scale)
     if columnwise and _pads_groups(fmt, grouped):
-        if fmt.block is None:
-            column_scale = column_scale.unsqueeze(-1).expand(-1, column_data.shape[0])
-        column = ScaledMatrix(column_data.t(), column_scale, padded_ends if grouped else None)
+        column = column_operand(column_data, column_scale, padded_ends if grouped else None, fmt)
     elif columnwise:
         column = ScaledMatrix(column_data, row_scale.mT)
     return KMajorOperands(row, column)
+
+
+def column_operand(
+    data: Tensor, scale: Tensor, padded_ends: Tensor | None, fmt: NumberFormat
+) -> ScaledMatrix:
+    """The column-wise operand of padded groups, from `KMajorPieces`."""
+    if fmt.block is None:
+        scale = scale.unsqueeze(-1).expand(-1, data.shape[0])
+    return ScaledMatrix(data.t(), scale, padded_ends)
 
 
 def _for_blocks(scale: Tensor, columns: int) -> Tensor:

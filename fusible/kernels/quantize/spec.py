@@ -128,11 +128,22 @@ class GluBackwardSpec(NamedTuple):
     """The gradients are written in high precision too."""
     paired: bool = False
     """Stripes are whole blocks of columns: a thread block takes gates and linear columns."""
+    act: NumberFormat | None = None
+    """The format of 1x128 blocks in which the activation is written too, column-wise.
+
+    Only if ``paired``, or of an activation that is not gated, and without scales of whole groups.
+    """
 
     @property
     def stages_linears(self) -> bool:
         """Whether gradients of linear columns are in shared memory before they are stored."""
         return self.paired and not self.quantize.has_matrix_scales
+
+    @property
+    def quantize_act(self) -> QuantizeSpec:
+        """How the activation is quantized."""
+        assert self.act is not None
+        return self.quantize._replace(format=self.act, rowwise=False, columnwise=True)
 
     @property
     def resident(self) -> int:

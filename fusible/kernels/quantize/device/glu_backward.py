@@ -7,12 +7,16 @@ gradients are in shared memory until those of the gates are stored. In others, w
 do not pair up, a thread has gates or linear columns, and reads the others as well. An activation
 that is not gated has but its operand. Gradients are rounded to BF16, then quantized, unless a scale
 covers a whole group: then only the largest magnitudes are found, and another launch quantizes.
+
+Where a thread block has all operands of a block of the activation, it can write that column-wise
+too. It is in shared memory until the gradients are stored.
 """
 
 from typing import NamedTuple
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
+from cutlass.memory import SmemAllocator
 
 from fusible.activations import ACTIVATIONS
 from fusible.kernels.device import bits
@@ -29,7 +33,8 @@ from fusible.kernels.quantize.spec import THREADS
 
 _BYTES = 2  # of BF16
 _ROWS = 4  # of a thread, after which addresses are computed anew
-_STAGED_SHARED_PERCENT = 50  # for up to three thread blocks whose linear columns take 32 KiB each
+_SHARED_PERCENTS = SHARED_PERCENT, 50, 100
+"""For up to three thread blocks with none, one and two `_SharedRows`, of 32 KiB each."""
 
 
 class GluSource(NamedTuple):
@@ -54,9 +59,9 @@ def gradients(source, tile, columns, values_out, spec):
     """Words of a thread's part of the pre-activation's gradient, zeros where there is nothing.
 
     Where a scale covers a whole group, one row of words of the largest magnitudes instead. Then, if
-    ``spec.stages_linears``, the linear columns' words, in shared memory. Then the FP32 bits of the
-    gradient of one row's scale by the columns of its block: in the i-th of the threads that share a
-    row, of the thread's i-th row.
+    ``spec.stages_linears``, the linear columns' words, and the activation's with ``spec.act``,
+    in shared memory. Then the FP32 bits of the gradient of one row's scale by the columns of its
+    block: in the i-th of the threads that share a row, of the thread's i-th row.
     """
     own = cute.arch.lane_idx() % spec.quantize.lanes
     live = tile.live != 0
@@ -68,6 +73,7 @@ def gradients(source, tile, columns, values_out, spec):
     if ACTIVATIONS[spec.activation].sides == 1:
         of_row = _plain
     linears = _SharedRows(spec) if spec.stages_linears else None
+    acts = None if spec.act is None else _SharedRows(spec, dynamic=True)
     rows, totals = [], []
     for r in range(spec.quantize.thread_rows):
         if r % _ROWS == 0:
@@ -77,7 +83,7 @@ def gradients(source, tile, columns, values_out, spec):
         row_scale = Float32(1.0)
         if spec.scaled:
             row_scale = bits.to_float(cute.arch.shuffle_sync(scale, first + r))
-        *sides, total = of_row(source, tile.column, start, row_scale, inside, spec)
+        sides, act, total = of_row(source, tile.column, start, row_scale, inside, spec)
         packed = [bits.pack(values, spec.quantize.dtype) for values in sides]
         if spec.quantize.has_matrix_scales:
             rows = [largest_of_columns([*rows, *packed], spec.quantize.dtype)]
@@ -85,6 +91,8 @@ def gradients(source, tile, columns, values_out, spec):
             rows.append(packed[0])
             if spec.stages_linears:
                 linears.put(r, packed[1])
+        if spec.act is not None:
+            acts.put(r, bits.pack(act, spec.quantize.dtype))
         totals.append(total)
         if spec.values:
             written = Int32(Boolean(r < tile.count) & tile.in_columns)
@@ -92,18 +100,24 @@ def gradients(source, tile, columns, values_out, spec):
                 column = tile.column + side * source.glu_block
                 bits.store(values_out + (start + Int64(column)) * _BYTES, words, written)
     totals = over_rows(totals, spec.quantize.lanes, _add) if spec.scaled else None
-    return rows, linears, totals
+    return rows, linears, acts, totals
 
 
 class _SharedRows:
-    """Words of a thread's rows in shared memory; no other thread reads them."""
+    """Words of a thread's rows in shared memory; no other thread reads them.
 
-    def __init__(self, spec):
+    At most 48 KiB of it can be static.
+    """
+
+    def __init__(self, spec, dynamic=False):
         self.words, self.rows = spec.quantize.words, spec.quantize.thread_rows
         count = self.words * self.rows
-        self.shared = cute.make_tensor(
-            cute.arch.alloc_smem(Uint32, THREADS * count), cute.make_layout((THREADS, count))
-        )
+        layout = cute.make_layout((THREADS, count))
+        if dynamic:
+            self.shared = SmemAllocator().allocate_tensor(Uint32, layout)
+        else:
+            static = cute.arch.alloc_smem(Uint32, THREADS * count)
+            self.shared = cute.make_tensor(static, layout)
 
     def put(self, row, words):
         thread, _, _ = cute.arch.thread_idx()
@@ -123,20 +137,25 @@ def _load(address, offset, inside, words, spec):
     return bits.unpack(bits.load(address + offset * _BYTES, inside, words), spec.quantize.dtype)
 
 
+# The next four give, of a row of a thread: the gradients of each operand; the activation, or None
+# if the thread block has only some operands of a block of it; and the gradient of the row's scale.
+
+
 def _plain(source, column, start, row_scale, inside, spec):
-    """A row's gradients of an activation's only operand, and that of its scale."""
+    """Of an activation's only operand."""
     words, at = spec.quantize.words, start + Int64(column)
     dy = _load(source.dy, at, inside, words, spec)
-    values, total = [], Float32(0.0)
+    values, act, total = [], [], Float32(0.0)
     for gradient, operand in zip(dy, _load(source.preact, at, inside, words, spec), strict=True):
         value, (slope,) = evaluate(spec.activation, (operand,), source.constants)
         total = total + gradient * value
         values.append(gradient * row_scale * slope)
-    return values, bits.to_bits(total)
+        act.append(value * row_scale)
+    return [values], act, bits.to_bits(total)
 
 
 def _narrow(source, column, start, row_scale, inside, spec):
-    """A row's gradients of neighbouring gate and linear columns, and that of its scale."""
+    """Of neighbouring gate and linear columns."""
     words, stripe = spec.quantize.words, spec.stripe
     dy = _load(source.dy, (start + Int64(column)) // 2, inside, words // 2, spec)
     preact = _load(source.preact, start + Int64(column), inside, words, spec)
@@ -147,44 +166,50 @@ def _narrow(source, column, start, row_scale, inside, spec):
         value, of_pair = evaluate(spec.activation, pair, source.constants)
         total = total + gradient * value
         values[gate], values[gate + stripe] = [gradient * row_scale * of for of in of_pair]
-    return values, bits.to_bits(total)
+    return [values], None, bits.to_bits(total)
+
+
+def _act_column(gate, glu_block):
+    """The activation's column of a gate column, in stripes."""
+    return gate - gate // glu_block // 2 * glu_block
 
 
 def _pairs(source, gate, start, row_scale, inside, spec):
-    """A row's gradients of gates from column ``gate`` on, of their linear columns, and its scale's.
+    """Of gates from column ``gate`` on, and of their linear columns.
 
-    The last is an FP32 number; the columns lie in stripes at least as wide as a thread's.
+    They lie in stripes at least as wide as a thread's. The last is an FP32 number.
     """
     words, block = spec.quantize.words, source.glu_block
-    dy_column = gate - gate // block // 2 * block
+    dy_column = _act_column(gate, block)
     dy = _load(source.dy, start // 2 + Int64(dy_column), inside, words, spec)
     gates = _load(source.preact, start + Int64(gate), inside, words, spec)
     linears = _load(source.preact, start + Int64(gate + block), inside, words, spec)
-    of_gates, of_linears, total = [], [], Float32(0.0)
+    of_gates, of_linears, act, total = [], [], [], Float32(0.0)
     for gradient, *pair in zip(dy, gates, linears, strict=True):
         value, (d_gate, d_linear) = evaluate(spec.activation, pair, source.constants)
         total = total + gradient * value
         of_gates.append(gradient * row_scale * d_gate)
         of_linears.append(gradient * row_scale * d_linear)
-    return of_gates, of_linears, total
+        act.append(value * row_scale)
+    return [of_gates, of_linears], act, total
 
 
 def _paired(source, column, start, row_scale, inside, spec):
-    """A row's gradients of gates, of their linear columns, and that of its scale."""
-    *sides, total = _pairs(source, column, start, row_scale, inside, spec)
-    return *sides, bits.to_bits(total)
+    """Of gates, and of their linear columns."""
+    sides, act, total = _pairs(source, column, start, row_scale, inside, spec)
+    return sides, act, bits.to_bits(total)
 
 
 def _wide(source, column, start, row_scale, inside, spec):
     """Of gates, or of linear columns, which leave their scale's gradient to the gates."""
     is_linear = column // source.glu_block % 2
     gate = column - is_linear * source.glu_block
-    *sides, total = _pairs(source, gate, start, row_scale, inside, spec)
+    sides, _, total = _pairs(source, gate, start, row_scale, inside, spec)
     values = [
         bits.to_float(bits.select(is_linear, bits.to_bits(of_linear), bits.to_bits(of_gate)))
         for of_gate, of_linear in zip(*sides, strict=True)
     ]
-    return values, bits.select(is_linear, 0, bits.to_bits(total))
+    return [values], None, bits.select(is_linear, 0, bits.to_bits(total))
 
 
 def first_chunk(pair, glu_block, spec):
@@ -193,12 +218,13 @@ def first_chunk(pair, glu_block, spec):
     return pair // chunks * 2 * chunks + pair % chunks
 
 
-def quantize_gradients(source, tile, rows, columns, amax, out, partials, values, spec):
+def quantize_gradients(source, tile, rows, columns, amax, out, act_out, partials, values, spec):
     """Scales, elements and, if wanted, values of a thread's rows; partial sums of their scales'.
 
-    Or instead of scales and elements the largest magnitudes, where these cover whole groups.
+    Or instead of scales and elements the largest magnitudes, where these cover whole groups. With
+    ``spec.act`` scales and elements of the activation, to ``act_out``.
     """
-    words, linears, total = gradients(source, tile, columns, values, spec)
+    words, linears, acts, total = gradients(source, tile, columns, values, spec)
     tile, columns = computed_anew(tile, columns)
     own = cute.arch.lane_idx() % spec.quantize.lanes
     if spec.scaled:
@@ -215,8 +241,14 @@ def quantize_gradients(source, tile, rows, columns, amax, out, partials, values,
         store_block(words, tile, rows, columns, rows, out, spec.quantize)
         if spec.stages_linears:
             tile, columns = computed_anew(tile, columns)
-            tile = tile._replace(column=tile.column + source.glu_block)
-            store_block(linears.get(), tile, rows, columns, rows, out, spec.quantize)
+            at = tile._replace(column=tile.column + source.glu_block)
+            store_block(linears.get(), at, rows, columns, rows, out, spec.quantize)
+        if spec.act is not None:
+            at, features = computed_anew(tile, columns)
+            if spec.paired:
+                at = at._replace(column=_act_column(at.column, source.glu_block))
+                features = features // 2
+            store_block(acts.get(), at, rows, features, rows, act_out, spec.quantize_act)
 
 
 @cute.kernel
@@ -233,6 +265,8 @@ def _quantize(
     padded_ends: Int64,
     partials: Int64,
     values: Int64,
+    act_data: Int64,
+    act_scale: Int64,
     rows: Int32,
     columns: Int32,
     groups: Int32,
@@ -257,7 +291,9 @@ def _quantize(
     if tile.rows > 0:
         source = GluSource(dy, preact, scales, glu_block, (limit, alpha, offset))
         out = KMajorOut(row_data, row_scale, col_data, col_scale, col_pitch)
-        quantize_gradients(source, tile, rows, columns, amax, out, partials, values, spec)
+        act_out = out._replace(col_data=act_data, col_scale=act_scale)
+        given = source, tile, rows, columns, amax, out, act_out, partials, values
+        quantize_gradients(*given, spec)
 
 
 @cute.jit
@@ -274,6 +310,8 @@ def quantize(
     padded_ends: Int64,
     partials: Int64,
     values: Int64,
+    act_data: Int64,
+    act_scale: Int64,
     rows: Int32,
     columns: Int32,
     groups: Int32,
@@ -288,17 +326,18 @@ def quantize(
     """Launch over the gradient ``[rows, columns]`` of the pre-activation: addresses and sizes.
 
     ``col_pitch`` is the distance of columns in the transposed elements, ``partials`` FP32
-    ``[ceil(columns / 128), rows]``, with half as many if ``spec.paired``.
+    ``[ceil(columns / 128), rows]``, with half as many if ``spec.paired``; ``act`` is the
+    activation.
     """
     blocks, chunks = grid_of(rows, columns, groups, rows, spec.quantize)
     if cutlass.const_expr(spec.paired):
         chunks = chunks // 2
     _quantize(
         dy, preact, scales, ends, amax, row_data, row_scale, col_data, col_scale, padded_ends,
-        partials, values, rows, columns, groups, col_pitch, glu_block, limit, alpha, offset, chunks,
-        spec,
+        partials, values, act_data, act_scale, rows, columns, groups, col_pitch, glu_block,
+        limit, alpha, offset, chunks, spec,
     ).launch(
         grid=[blocks * chunks, 1, 1], block=[THREADS, 1, 1], stream=stream,
         min_blocks_per_mp=spec.resident,
-        preferred_smem_carveout=_STAGED_SHARED_PERCENT if spec.stages_linears else SHARED_PERCENT,
+        preferred_smem_carveout=_SHARED_PERCENTS[spec.stages_linears + (spec.act is not None)],
     )  # fmt: skip
