@@ -156,7 +156,7 @@ def _outputs(
 def _act_pieces(
     inputs: _Inputs, activation: NumberFormat, wanted: _Wanted
 ) -> tuple[Tensor, Tensor]:
-    """Allocate the activation's elements and scales, which has the shape of ``dy``."""
+    """Allocate elements and scales of the activation, which has the shape of ``dy``."""
     rows = RowsToQuantize(inputs.dy, inputs.ends)
     return k_major.outputs(rows, activation, False, wanted.activation)[2:4]
 
