@@ -51,15 +51,16 @@ def exactly_summed(module):
     return module
 
 
-def mlp(recipe=None, **options):
+def mlp(recipe=None, *, inner=INNER, act=None, **options):
     options = {"dtype": BF16, "single_grouped_weight": True, **options}
     first = {key: v for key, v in options.items() if key != "scale_bias"}
+    act = act or fz.ScaledSwiGLU(None if options["single_grouped_weight"] else 16)
     with fz.quantized_model_init(enabled=recipe is not None, recipe=recipe):
         return exactly_summed(
             fz.Sequential(
-                fz.GroupedLinear(len(SIZES), HIDDEN, 2 * INNER, **first),
-                fz.ScaledSwiGLU(None if options["single_grouped_weight"] else 16),
-                fz.GroupedLinear(len(SIZES), INNER, HIDDEN, **options),
+                fz.GroupedLinear(len(SIZES), HIDDEN, (1 + act.gated) * inner, **first),
+                act,
+                fz.GroupedLinear(len(SIZES), inner, HIDDEN, **options),
             )
         )
 
@@ -318,11 +319,92 @@ def test_operands_of_gradients_are_saved_in_fp8(recipe):
     assert wide == [(ROWS, 2 * INNER)]  # the pre-activation
 
 
+# --- an activation that an epilogue quantizes -----------------------------------------------------
+
+ALIGNED = {  # gate and linear columns in whole blocks, or one operand
+    "halves": {"inner": 256},
+    "stripes": {"inner": 256, "act": fz.ScaledSwiGLU(128)},
+    "part of a block": {"inner": 336, "act": fz.ScaledSReLU()},
+    "recomputed": {"inner": 256, "act": fz.ScaledSReLU(activation_recompute_in_mlp=True)},
+    "not scaled": {"inner": 128, "act": fz.SwiGLU()},
+}
+aligned = pytest.mark.parametrize("options", ALIGNED.values(), ids=ALIGNED)
+
+
+def aligned_mlp(options, recipe=None):
+    """Without biases, and its inputs."""
+    module = mlp(recipe, bias=False, **options)
+    x, splits, scales, *rest = inputs(module)
+    return module, (x, splits, *[scales] * module[1].num_extra_inputs, *rest)
+
+
+@aligned
+@pytest.mark.parametrize("stored", [False, True], ids=["", "stored"])
+@pytest.mark.parametrize("recipe", [RECIPES[name] for name in ("e4m3", "hybrid", "e5m2", "mxfp8")])
+def test_activation_in_an_epilogue_equals_the_dequantized_path(options, stored, recipe):
+    module, given = aligned_mlp(options, recipe if stored else None)
+    dy = integers(ROWS, HIDDEN)
+    got = step(module, recipe, given, dy)
+    assert_equal_but_for_order(got, step(module, recipe, given, dy, "cpu"))
+    with sm90_on_cpu() as loaded:
+        ref.assert_equal(step(module, recipe, given, dy), got)
+    formats = {spec.out_format for spec in loaded if not isinstance(spec, str)}
+    assert recipe.of_fp8_products.format("input") in formats
+    module.requires_grad_(False)
+    with torch.no_grad(), on("sm90", recipe):
+        torch.testing.assert_close(module(*given), got[0], rtol=0, atol=0)
+
+
+@aligned
+def test_activation_in_an_epilogue_is_neither_quantized_again_nor_saved(options):
+    module, given = aligned_mlp(options)
+    with saved_tensors() as saved:
+        y, made = forward(module, given)
+    assert made == [BOTH, WEIGHT_AND_COPY, WEIGHT_AND_COPY]
+    elements = [t for t in saved if t.dtype == torch.float8_e4m3fn]
+    assert [tuple(t.shape[:-1]) for t in elements] == [
+        (HIDDEN,),
+        (6, HIDDEN),
+        (6, module[2].in_features),
+    ]
+    assert backward(y) == [BOTH, BOTH]
+    with torch.no_grad():
+        assert forward(module, given)[1] == [ROW, WEIGHT, WEIGHT]
+
+
+def test_what_no_gradient_reads_is_not_made_of_an_activation_in_an_epilogue():
+    for frozen, of_backward in ((2, [ROW, BOTH]), (0, [BOTH, ROW])):
+        module, given = aligned_mlp(ALIGNED["halves"])
+        module[frozen].requires_grad_(False)
+        y, _ = forward(module, given)
+        assert backward(y) == of_backward
+
+
+def test_where_no_epilogue_quantizes_the_activation():
+    """Biases; stripes that are no whole blocks, but without a backward; scales of whole groups."""
+    for options, recipe, training, inference in (
+        ({"inner": 256, "bias": True}, BLOCK_FP8, True, True),
+        ({"inner": 256, "bias": False, "act": fz.ScaledSwiGLU(32)}, BLOCK_FP8, True, False),
+        ({"inner": 256, "bias": False}, CURRENT_FP8, True, True),
+    ):
+        module = mlp(**options)
+        given = inputs(module)
+        both = [WEIGHT_AND_COPY, *[BOTH] * training, WEIGHT_AND_COPY]
+        assert forward(module, given, recipe=recipe)[1] == [BOTH, *both]
+        with torch.no_grad():
+            rows = [WEIGHT, *[ROW] * inference, WEIGHT]
+            assert forward(module, given, recipe=recipe)[1] == [ROW, *rows]
+
+
 @each_fp8_recipe
 def test_saved_tensors_may_be_packed(recipe):
     """As CPU offloading and compression do: other memory, other strides."""
-    module, dy = mlp(bias=True), integers(ROWS, HIDDEN)
-    given = inputs(module)
+    _check_packed(mlp(bias=True), recipe)
+    _check_packed(mlp(bias=False, inner=256), recipe)
+
+
+def _check_packed(module, recipe):
+    given, dy = inputs(module), integers(ROWS, HIDDEN)
     want = step(module, recipe, given, dy)
     hooks = torch.autograd.graph.saved_tensors_hooks(
         lambda t: (t.dtype, t.contiguous().view(torch.uint8).tolist()),

@@ -162,11 +162,11 @@ def test_rows_are_not_written_in_high_precision(recipe):
     later = ["both, gathered", "both", "column, gathered"]
     forward = ["row_sources", "row, gathered", "both"]
     assert recorded(experts(recompute_rows=True), inputs(), recipe) == (forward, later)
+    rows = ["row_sources", "row, gathered"]
+    if recipe.format("input").block is None:
+        rows.append("row")  # else an epilogue quantizes the activation
     with torch.no_grad():
-        assert recorded(experts(), inputs(), recipe) == (
-            ["row_sources", "row, gathered", "row"],
-            [],
-        )
+        assert recorded(experts(), inputs(), recipe) == (rows, [])
 
 
 def test_what_no_gradient_reads_is_not_made():

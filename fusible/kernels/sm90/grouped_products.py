@@ -83,9 +83,9 @@ class WeightProducts:
         sides = 1 if glu is None else glu.sides
         columns = weight.rows // sides if kind in FORWARD else weight.rows
         activation, interleave = ("", 0) if glu is None else glu[:2]
-        needed = weight.major, interleave, bias, activation, self._scaled, out_format is not None
+        needed = weight.major, interleave, bias, activation, self._scaled
         sizes = self._rows, self._groups, columns, weight.depth, self._multiprocessors
-        tile = tiles.choose(kind, *sizes, *needed)
+        tile = tiles.choose(kind, *sizes, *needed, out_format is not None)
         paired, stripe = (False, 0) if glu is None else _stripes(kind, tile, glu)
         spec = Spec(
             kind,
@@ -227,7 +227,8 @@ class WeightProducts:
         launch = self._launches.get(key) or self._rows_launch(*key)
         rows, columns = x.shape[0], self._columns
         preact = x.new_empty(rows if save_preact else 0, columns, dtype=self.value_dtype)
-        features, dtype, row_results = columns // glu.sides, self.value_dtype, ()
+        features, dtype = columns // glu.sides, self.value_dtype
+        row_results: tuple[Tensor, ...] = ()
         if out_format is not None:
             dtype = out_format.element.dtype
             row_results = (x.new_empty(-(-features // FP8_BLOCK), rows, dtype=torch.float32),)

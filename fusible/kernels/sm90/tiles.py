@@ -121,6 +121,7 @@ FP8_TILES: dict[str, dict[Tile, Cost]] = {
         _SMALL_DYNAMIC: Cost(201, 1390, 5080),
         _LOW_WIDE: Cost(186, 1780, 6090),
         _LARGE[0]: Cost(364, 2800, 1360),
+        _LARGE[1]: Cost(400, 3080, 1360),  # by 12 shapes, not by the fit
     },
     "wgrad": {
         _SMALL_DYNAMIC: Cost(222, 305, 1330),
