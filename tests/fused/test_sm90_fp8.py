@@ -325,6 +325,7 @@ ALIGNED = {  # gate and linear columns in whole blocks, or one operand
     "halves": {"inner": 256},
     "stripes": {"inner": 256, "act": fz.ScaledSwiGLU(128)},
     "part of a block": {"inner": 336, "act": fz.ScaledSReLU()},
+    "biases": {"inner": 256, "act": fz.ScaledSReLU(), "bias": True},
     "recomputed": {"inner": 256, "act": fz.ScaledSReLU(activation_recompute_in_mlp=True)},
     "not scaled": {"inner": 128, "act": fz.SwiGLU()},
 }
@@ -332,8 +333,8 @@ aligned = pytest.mark.parametrize("options", ALIGNED.values(), ids=ALIGNED)
 
 
 def aligned_mlp(options, recipe=None):
-    """Without biases, and its inputs."""
-    module = mlp(recipe, bias=False, **options)
+    """And its inputs."""
+    module = mlp(recipe, **{"bias": False, **options})
     x, splits, scales, *rest = inputs(module)
     return module, (x, splits, *[scales] * module[1].num_extra_inputs, *rest)
 

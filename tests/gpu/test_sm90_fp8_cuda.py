@@ -245,8 +245,11 @@ def test_activation_quantized_in_the_epilogue(tile, features):
         (w,), w_scale = weight_operand(len(SIZES), glu.sides * features, 656)
         scales = torch.rand(len(x), device="cuda")
         scales[sum(SIZES) :] = math.nan
+        bias = (
+            torch.randn(len(SIZES), features, device="cuda").bfloat16() if kind == "act" else None
+        )
         for fmt, save in ((fp8_block(), True), (fp8_block(power_of_two=False), False)):
-            of_rows = ends_of(SIZES), scales, glu, None, save
+            of_rows = ends_of(SIZES), scales, glu, bias, save
             with in_tile(tile):
                 preact, y = ops.grouped_glu(x, [w], *of_rows, x_scale, w_scale)
                 made = ops.grouped_glu_quantized(
