@@ -105,8 +105,7 @@ class GroupedMLP(FusedOperation):
 
     def multiplies(self, recipe: Recipe) -> str:
         """The operands of the kernels, for ``explain``."""
-        fc1, _, fc2 = self._basic_ops
-        return self.kernels.multiplies(recipe, fc1, fc2)
+        return self.kernels.multiplies(recipe, *self._basic_ops)
 
     def fast_path(self, plan: Plan, key: PlanKey) -> MLPFastPath | None:
         """With the library's kernels, as a node of its own."""

@@ -56,7 +56,7 @@ class Sm100Kernels(GroupedKernels):
     num_saved_groups = 2
     saves_input = False  # but padded groups
 
-    def multiplies(self, recipe: Recipe, *linears: Any) -> str:
+    def multiplies(self, recipe: Recipe, *ops: Any) -> str:
         """See `GroupedKernels`."""
         return "quantized operands, in all products"
 

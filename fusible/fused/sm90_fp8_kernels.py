@@ -2,8 +2,10 @@
 
 Its tensor cores read 8-bit operands with the reduced dimension contiguous. So rows are quantized as
 they are, for products that reduce their features, and transposed, in groups padded to whole blocks,
-for weight gradients, both in one launch. Weights are quantized once, with a transposed copy for the
-data gradient. Products accumulate in FP32 and give BF16.
+for weight gradients, both in one launch. The activation between two linears is quantized in the
+epilogue of the first, and transposed by the launch of its backward, which computes it again.
+Weights are quantized once, with a transposed copy for the data gradient. Products accumulate in
+FP32 and give BF16.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from fusible.kernels.quantize.k_major import (
 from fusible.kernels.sm90 import fp8_times
 from fusible.kernels.sm90.limits import supports_wide_tile
 from fusible.kernels.stacking import side_by_side, stacked
-from fusible.ops import BasicLinear, GroupedLinear
+from fusible.ops import GroupedLinear
 from fusible.ops.grouped_kernels import (
     Activated,
     ActivationGrads,
@@ -65,19 +67,23 @@ class Sm90Fp8Kernels(GroupedKernels):
     gathers = True
     quantizes_own_inputs = True  # one launch quantizes for both products, in their layouts
 
-    def multiplies(self, recipe: Recipe, *linears: GroupedLinear | BasicLinear) -> str:
+    def multiplies(self, recipe: Recipe, *ops: Any) -> str:
         """See `GroupedKernels`; with an estimated time for steps with scales of blocks."""
         says = (
             "FP8, in all products: one launch quantizes an input or a gradient for its two "
             "products, one the weights"
         )
+        if len(ops) > 1 and _epilogue_quantizes(recipe, *ops[:2], trains=False):
+            says += ", FC1's epilogue the activation"
+            if not _epilogue_quantizes(recipe, *ops[:2], trains=True):
+                says += " in inference"
         own, recipe = recipe, recipe.of_fp8_products
         if own != recipe:
             says += f", as under {recipe!r}"
         formats = [recipe.format(role) for role in ("input", "weight", "grad")]
         if any([fmt is None or fmt.block is None for fmt in formats]):
             return f"{says}, after another that finds the scales of whole groups and weights"
-        sizes = [(linear.in_features, linear.out_features) for linear in linears]
+        sizes = [(linear.in_features, linear.out_features) for linear in ops[::2]]
         return f"{says}; {fp8_times.speed_note(sizes)}"
 
     def single_group(self, x: Any) -> Tensor:
@@ -178,24 +184,20 @@ class Sm90Fp8Kernels(GroupedKernels):
         scales: Tensor | None,
         save_preact: bool,
     ) -> Activated:
-        """The activation is quantized in the epilogue, for the second linear's product.
+        """The epilogue quantizes the activation for the second linear's product, if it can.
 
-        Its weight gradient, if there will be one, reads what `dglu` computes again. Where the
-        kernels cannot do both, the second linear quantizes the activation for both.
+        The weight gradient, if there will be one, then reads what `dglu` computes again. Else the
+        second linear quantizes the activation for both.
         """
-        ctx, glu = call.ctx, glu_of(act)
-        fmt, grad_format = [ctx.recipe.of_fp8_products.format(role) for role in ("input", "grad")]
-        assert fmt is not None
-        assert grad_format is not None
-        fits = fmt.block is not None and (
-            glu.sides == 1 or supports_wide_tile(call.linear.has_bias, glu.activation)
-        )
-        if save_preact:
-            fits = fits and writes_activation(glu, call.linear.out_features, grad_format)
-        if not fits:
+        linear, ctx = call.linear, call.ctx
+        if not _epilogue_quantizes(ctx.recipe, linear, act, trains=save_preact):
             return super().glu(call, act, x, weights, scales, save_preact)
-        bias = call.linear.stacked_bias(ctx, torch.bfloat16)
-        given = call.ends, scales, glu, bias, save_preact, fmt
+        fmt, bias = (
+            ctx.recipe.of_fp8_products.format("input"),
+            linear.stacked_bias(ctx, torch.bfloat16),
+        )
+        assert fmt is not None
+        given = call.ends, scales, glu_of(act), bias, save_preact, fmt
         preact, data, scale = grouped.grouped_glu_quantized(
             x, weights, *given, zero_tail=ctx.zero_tail
         )
@@ -244,6 +246,20 @@ class Sm90Fp8Kernels(GroupedKernels):
 
 
 SM90_FP8 = Sm90Fp8Kernels()
+
+
+def _epilogue_quantizes(recipe: Recipe, linear: GroupedLinear, act: Any, *, trains: bool) -> bool:
+    """Whether the epilogue of ``linear`` quantizes the activation that follows.
+
+    Where it ``trains``, only if the activation's backward can compute it again.
+    """
+    recipe, glu = recipe.of_fp8_products, glu_of(act)
+    fmt, of_grad = recipe.format("input"), recipe.format("grad")
+    if fmt is None or fmt.block is None:
+        return False
+    if trains and (of_grad is None or not writes_activation(glu, linear.out_features, of_grad)):
+        return False
+    return glu.sides == 1 or supports_wide_tile(linear.has_bias, glu.activation)
 
 
 def _first(weights: ScaledMatrix) -> ScaledMatrix:

@@ -104,8 +104,11 @@ class GroupedKernels:
     saves = ""
     """The saved tensors of a linear with these kernels, for ``explain``; its own text if empty."""
 
-    def multiplies(self, recipe: Recipe, *linears: Any) -> str:
-        """The operands of the products of one or two linears under a recipe, for ``explain``."""
+    def multiplies(self, recipe: Recipe, *ops: Any) -> str:
+        """The operands of the products under a recipe, for ``explain``.
+
+        ``ops`` are a linear, or one, an activation and another.
+        """
         return "values of quantized operands, in BF16 on CUDA"
 
     saves_input = True

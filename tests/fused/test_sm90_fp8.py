@@ -381,6 +381,18 @@ def test_what_no_gradient_reads_is_not_made_of_an_activation_in_an_epilogue():
         assert backward(y) == of_backward
 
 
+def test_explain_says_where_an_epilogue_quantizes_the_activation():
+    says = "one the weights, FC1's epilogue the activation"
+    for options, where in (
+        ({}, ";"),
+        ({"act": fz.ScaledSwiGLU(32)}, " in inference;"),
+        ({"bias": True}, None),
+    ):
+        module, given = aligned_mlp({"inner": 256, **options})
+        text = explained(module, *given, recipe=BLOCK_FP8)
+        assert (says + where in text) if where else (says not in text)
+
+
 def test_where_no_epilogue_quantizes_the_activation():
     """Biases; stripes that are no whole blocks, but without a backward; scales of whole groups."""
     for options, recipe, training, inference in (

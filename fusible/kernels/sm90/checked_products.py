@@ -34,7 +34,7 @@ from fusible.kernels.sm90.operands import (
     supports,
 )
 from fusible.kernels.stacking import write
-from fusible.recipes.formats import BLOCKS, FP8_BLOCK, NumberFormat, value_dtype
+from fusible.recipes.formats import FP8_BLOCK, NumberFormat, value_dtype
 
 
 def group_ends(split_sizes: Tensor, rows: int) -> Tensor | NotImplementedType:
@@ -245,7 +245,7 @@ def grouped_glu_quantized(
 ) -> tuple[Tensor, Tensor, Tensor] | NotImplementedType:
     """`definitions.grouped_glu_quantized`."""
     wide = glu.sides == 1 or limits.supports_wide_tile(bias is not None, glu.activation)
-    if not (wide and fmt.block == BLOCKS[0] and is_fp8(fmt.element.dtype)):
+    if not (wide and fmt.scaling == limits.FP8_SCALING["input"][0]):  # of 1x128 blocks
         return NotImplemented
     given = ends, scales, glu, bias, save_preact, x.scale, w.scale
     return grouped_glu(x.data, [w.data], *given, zero_tail=zero_tail, out_format=fmt)
