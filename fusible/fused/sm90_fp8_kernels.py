@@ -29,7 +29,7 @@ from fusible.kernels.quantize.k_major import (
 )
 from fusible.kernels.sm90 import fp8_times
 from fusible.kernels.sm90.limits import supports_wide_tile
-from fusible.kernels.stacking import side_by_side, stacked
+from fusible.kernels.stacking import stacked
 from fusible.ops import GroupedLinear
 from fusible.ops.grouped_kernels import (
     Activated,
@@ -285,31 +285,25 @@ def quantize_weights_k_major(
     another format are quantized once for them.
     """
     recipe = recipe.of_fp8_products
+    make = partial(_weights_k_major, weights, recipe, dtype, products)
+    quantized = [w for w in weights if isinstance(w, QuantizedTensor)]
+    if len(quantized) < len(weights):
+        return make()
+    return cached_copy(quantized, recipe.format("weight"), make, products)
+
+
+def _weights_k_major(
+    weights: list[Tensor], recipe: Recipe, dtype: torch.dtype, products: Sequence[ProductKind]
+) -> KMajorOperands:
     fmt, columnwise = recipe.format("weight"), "dgrad" in products
     assert fmt is not None
-    quantized = [w for w in weights if isinstance(w, QuantizedTensor)]
-    if not any([w.format == fmt for w in quantized]):
-
-        def quantize() -> KMajorOperands:
-            weight = stacked([stack_weights([*map(values, weights)], dtype)])
-            return quantize_k_major(weight, fmt, rowwise=True, columnwise=columnwise)
-
-        is_stored = len(quantized) == len(weights)
-        return cached_copy(quantized, (fmt, columnwise), quantize) if is_stored else quantize()
-    stored = [w.row for w in quantize_weights(weights, recipe, dtype, ("forward",))]
-    parts = [w.data for w in stored if w]
-    scale = stacked([stack_weights([w.scale for w in stored if w], torch.float32)])
-    held = [w.rowwise_data for w in quantized]
-    # Else made now, from another format.
-    is_held = len(held) == len(parts) and all([a is b for a, b in zip(held, parts, strict=True)])
-    copied = partial(cached_copy, quantized) if is_held else lambda _, make: make()
-    data = stacked(parts) if len(parts) == 1 else None
-    if data is None and not torch.compiler.is_compiling():  # which reads no addresses
-        data = side_by_side(parts)
-    if data is None:
-        data = copied("stacked", lambda: torch.stack(parts))
+    if not any([isinstance(w, QuantizedTensor) and w.format == fmt for w in weights]):
+        weight = stacked([stack_weights([*map(values, weights)], dtype)])
+        return quantize_k_major(weight, fmt, rowwise=True, columnwise=columnwise)
+    rows = [w.row for w in quantize_weights(weights, recipe, dtype, ("forward",))]
+    parts = zip(*[(row.data, row.scale) for row in rows if row], strict=True)
+    # Not the stored tensors themselves, which what is cached must not keep.
+    data, scale = [stacked([stack_weights([*of], of[0].dtype)]).detach() for of in parts]
     row = stored_operand(QuantizedMatrix(data, scale, None, fmt), FP8_BLOCK)
-    if not columnwise:
-        return KMajorOperands(row, None)
-    column = copied("transposed", lambda: transposed(data))
-    return KMajorOperands(row, ScaledMatrix(column, row.scale.mT))
+    column = ScaledMatrix(transposed(data), row.scale.mT) if columnwise else None
+    return KMajorOperands(row, column)

@@ -139,11 +139,18 @@ def _stream(device: torch.device) -> tuple[torch.device, int]:
     return device, torch._C._cuda_getCurrentRawStream(device.index) if cuda else 0
 
 
-_copies = WeakIdKeyDictionary()  # of stored weights, by what the first one consists of
+_copies = WeakIdKeyDictionary()  # of stored weights, by the first tensor of the first one
 
 
-def cached_copy(weights: Sequence[QuantizedTensor], what: Hashable, make: Callable[[], _T]) -> _T:
-    """The copy ``what`` of stored weights, made once for their values; freed with their memory.
+def cached_copy(
+    weights: Sequence[QuantizedTensor],
+    key: Hashable,
+    make: Callable[[], _T],
+    products: Iterable[str] = (),
+) -> _T:
+    """What ``make`` makes of stored weights, once for their values; freed with their memory.
+
+    See `OperandCache.get`. The result must not hold the tensors that the weights consist of.
 
     The caller promises nothing: every write to a quantized tensor, eager or compiled, changes its
     version or a piece's, or is counted by `UnseenWrites`.
@@ -154,4 +161,4 @@ def cached_copy(weights: Sequence[QuantizedTensor], what: Hashable, make: Callab
     cache = _copies.get(anchor)
     if cache is None:
         cache = _copies[anchor] = OperandCache(until_updated=True)
-    return cache.get(weights, what, make)
+    return cache.get(weights, key, make, products)

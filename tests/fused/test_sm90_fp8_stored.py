@@ -181,12 +181,14 @@ def test_a_weight_takes_two_bytes_per_value_and_frees_its_copy(single):
     op = stored(single)
     step(op)
     weights = list(op.parameters())
-    kept = [t for _, t in operand_cache._copies[weights[0].rowwise_data]._cached.operands.values()]
+    cached = operand_cache._copies[weights[0].rowwise_data]._cached.operands.values()
+    ((_, operands),) = cached
+    kept = [t for use in operands for t in use[:2]]
     tensors = [*kept, *[piece for w in weights for piece in w.pieces().values()]]
-    stored_bytes = sum(t.numel() * t.element_size() for t in tensors)
-    assert stored_bytes <= 2.1 * sum(w.numel() for w in weights)
-    (made,) = [weakref.ref(t) for t in kept]
-    del kept, tensors
+    memory = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    assert sum(memory.values()) <= 2.1 * sum(w.numel() for w in weights)
+    made = weakref.ref(operands.column.data)
+    del cached, operands, kept, tensors
     op.to(torch.device("meta"))  # as .cpu() frees memory of the GPU
     del weights
     gc.collect()
