@@ -28,7 +28,7 @@ from fusible.kernels.quantize.k_major import (
     transposed,
 )
 from fusible.kernels.sm90 import fp8_times
-from fusible.kernels.sm90.limits import supports_wide_tile
+from fusible.kernels.sm90.limits import quantizes_activation
 from fusible.kernels.stacking import stacked
 from fusible.ops import GroupedLinear
 from fusible.ops.grouped_kernels import (
@@ -74,7 +74,7 @@ class Sm90Fp8Kernels(GroupedKernels):
             "products, one the weights"
         )
         if len(ops) > 1 and _epilogue_quantizes(recipe, *ops[:2], trains=False):
-            says += ", FC1's epilogue the activation"
+            says += "; FC1's epilogue quantizes the activation"
             if not _epilogue_quantizes(recipe, *ops[:2], trains=True):
                 says += " in inference"
         own, recipe = recipe, recipe.of_fp8_products
@@ -100,7 +100,7 @@ class Sm90Fp8Kernels(GroupedKernels):
         row_scale: Tensor | None = None,
     ) -> GroupedOperand:
         """Both uses from one launch; of a quantized ``x``, the row-wise use as it is stored."""
-        if isinstance(x, GroupedOperand):  # of `dglu`
+        if isinstance(x, GroupedOperand):  # of `glu` or `dglu`
             return x
         recipe = call.ctx.recipe.of_fp8_products
         rows = [product for product in products if product != "wgrad"]
@@ -186,20 +186,18 @@ class Sm90Fp8Kernels(GroupedKernels):
     ) -> Activated:
         """The epilogue quantizes the activation for the second linear's product, if it can.
 
-        The weight gradient, if there will be one, then reads what `dglu` computes again. Else the
-        second linear quantizes the activation for both.
+        Its weight gradient then reads what `dglu` computes again. Otherwise the second linear
+        quantizes the activation for its product and for its weight gradient.
         """
         linear, ctx = call.linear, call.ctx
         if not _epilogue_quantizes(ctx.recipe, linear, act, trains=save_preact):
             return super().glu(call, act, x, weights, scales, save_preact)
-        fmt, bias = (
-            ctx.recipe.of_fp8_products.format("input"),
-            linear.stacked_bias(ctx, torch.bfloat16),
-        )
+        fmt = ctx.recipe.of_fp8_products.format("input")
         assert fmt is not None
-        given = call.ends, scales, glu_of(act), bias, save_preact, fmt
+        bias = linear.stacked_bias(ctx, torch.bfloat16)
+        given = call.ends, scales, glu_of(act), bias, save_preact, x.scale, weights.scale, fmt
         preact, data, scale = grouped.grouped_glu_quantized(
-            x, weights, *given, zero_tail=ctx.zero_tail
+            x.data, [weights.data], *given, zero_tail=ctx.zero_tail
         )
         return Activated(preact, GroupedOperand(ScaledMatrix(data, scale.t()), None))
 
@@ -223,9 +221,10 @@ class Sm90Fp8Kernels(GroupedKernels):
         """
         ctx, ends, glu = call.ctx, call.ends, glu_of(act)
         recipe = ctx.recipe.of_fp8_products
-        fmt = recipe.format("grad")
+        fmt, of_input = recipe.format("grad"), recipe.format("input")
         assert fmt is not None
-        writes = activation and writes_activation(glu, preact.shape[1], fmt)
+        assert of_input is not None
+        writes = activation and writes_activation(glu, preact.shape[1], fmt, of_input)
         gradients = quantize_glu_backward(
             self.data_grad(call, dy, weights, None),
             preact,
@@ -236,7 +235,7 @@ class Sm90Fp8Kernels(GroupedKernels):
             rowwise="dgrad" in products,
             columnwise="wgrad" in products,
             values=bias,
-            activation=recipe.format("input") if writes else None,
+            act_format=of_input if writes else None,
         )
         sums = None if gradients.values is None else grouped.grouped_sum(gradients.values, ends)
         output = gradients.activation
@@ -251,15 +250,15 @@ SM90_FP8 = Sm90Fp8Kernels()
 def _epilogue_quantizes(recipe: Recipe, linear: GroupedLinear, act: Any, *, trains: bool) -> bool:
     """Whether the epilogue of ``linear`` quantizes the activation that follows.
 
-    Where it ``trains``, only if the activation's backward can compute it again.
+    ``trains``: only if the activation's backward can quantize it, too.
     """
     recipe, glu = recipe.of_fp8_products, glu_of(act)
     fmt, of_grad = recipe.format("input"), recipe.format("grad")
-    if fmt is None or fmt.block is None:
+    assert fmt is not None
+    assert of_grad is not None
+    if fmt.block is None or not quantizes_activation(glu.activation, linear.has_bias):
         return False
-    if trains and (of_grad is None or not writes_activation(glu, linear.out_features, of_grad)):
-        return False
-    return glu.sides == 1 or supports_wide_tile(linear.has_bias, glu.activation)
+    return not trains or writes_activation(glu, linear.out_features, fmt, of_grad)
 
 
 def _first(weights: ScaledMatrix) -> ScaledMatrix:

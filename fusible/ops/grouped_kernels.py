@@ -107,7 +107,7 @@ class GroupedKernels:
     def multiplies(self, recipe: Recipe, *ops: Any) -> str:
         """The operands of the products under a recipe, for ``explain``.
 
-        ``ops`` are a linear, or one, an activation and another.
+        ``ops`` are a linear, or the three of a grouped MLP.
         """
         return "values of quantized operands, in BF16 on CUDA"
 
@@ -280,8 +280,9 @@ class GroupedKernels:
     # --- the activation between two linears ------------------------------------------------------
 
     def saves_activation(self, ctx: OperationContext, act: Any) -> bool:
-        """Whether the second linear saves what `glu` gives of the activation for its weight
-        gradient; what is not saved `dglu` recomputes.
+        """Whether the second linear saves the activation for its weight gradient.
+
+        If `glu` gives it for that. `dglu` recomputes what is not saved.
         """
         return ctx.quantizes and not act.activation_recompute_in_mlp
 

@@ -252,12 +252,14 @@ def quantizing(func, args):
     if func is torch.ops.fusible.quantize_k_major.default:
         yield (args[0].dim(), *args[-2:])
     if func is torch.ops.fusible.quantize_glu_backward.default:
-        yield (args[0].dim(), *args[-3:-1])
+        act, rowwise, columnwise, _ = args[-4:]
+        yield (args[0].dim(), rowwise, columnwise, *["activation"] * act)
     if func in (torch.ops.fusible.quantize.default, torch.ops.fusible.dequantize.default):
         yield func
 
 
 ROW, COLUMN, BOTH = (2, True, False), (2, False, True), (2, True, True)
+BOTH_AND_ACTIVATION = (*BOTH, "activation")
 WEIGHT, WEIGHT_AND_COPY = (3, True, False), (3, True, True)
 
 
@@ -368,13 +370,13 @@ def test_activation_in_an_epilogue_is_neither_quantized_again_nor_saved(options)
         (6, HIDDEN),
         (6, module[2].in_features),
     ]
-    assert backward(y) == [BOTH, BOTH]
+    assert backward(y) == [BOTH, BOTH_AND_ACTIVATION]
     with torch.no_grad():
         assert forward(module, given)[1] == [ROW, WEIGHT, WEIGHT]
 
 
 def test_what_no_gradient_reads_is_not_made_of_an_activation_in_an_epilogue():
-    for frozen, of_backward in ((2, [ROW, BOTH]), (0, [BOTH, ROW])):
+    for frozen, of_backward in ((2, [ROW, BOTH]), (0, [BOTH, (*ROW, "activation")])):
         module, given = aligned_mlp(ALIGNED["halves"])
         module[frozen].requires_grad_(False)
         y, _ = forward(module, given)
@@ -382,7 +384,7 @@ def test_what_no_gradient_reads_is_not_made_of_an_activation_in_an_epilogue():
 
 
 def test_explain_says_where_an_epilogue_quantizes_the_activation():
-    says = "one the weights, FC1's epilogue the activation"
+    says = "one the weights; FC1's epilogue quantizes the activation"
     for options, where in (
         ({}, ";"),
         ({"act": fz.ScaledSwiGLU(32)}, " in inference;"),
@@ -391,6 +393,27 @@ def test_explain_says_where_an_epilogue_quantizes_the_activation():
         module, given = aligned_mlp({"inner": 256, **options})
         text = explained(module, *given, recipe=BLOCK_FP8)
         assert (says + where in text) if where else (says not in text)
+
+
+@dataclass(frozen=True)
+class MixedFormats(fz.recipes.Recipe):
+    """One scale for a group's inputs, one for 1x128 of its gradients."""
+
+    name = "mixed_formats"
+
+    def format(self, role):
+        return (CURRENT_FP8 if role == "input" else BLOCK_FP8).format(role)
+
+
+def test_recomputed_activation_in_another_format_than_gradients():
+    """The launch of the backward gives both in blocks, or only the gradients."""
+    act = fz.ScaledSReLU(activation_recompute_in_mlp=True)
+    module, given = aligned_mlp({"inner": 256, "act": act})
+    dy, recipe = integers(ROWS, HIDDEN), MixedFormats()
+    got = step(module, recipe, given, dy)
+    assert_equal_but_for_order(got, step(module, recipe, given, dy, "cpu"))
+    y, _ = forward(module, given, recipe=recipe)
+    assert backward(y) == [BOTH, BOTH, COLUMN]
 
 
 def test_where_no_epilogue_quantizes_the_activation():

@@ -137,7 +137,8 @@ def of_rows(func, args):
         uses = uses_of(*args[-2:])
         yield uses if args[2] is None else f"{uses}, gathered"
     if name == "quantize_glu_backward":
-        yield uses_of(*args[-3:-1])
+        act, *uses, _ = args[-4:]
+        yield uses_of(*uses) + ", activation" * act
     if name in ("permute_rows", "scatter_rows", "row_sources", "quantize", "dequantize"):
         yield name
 

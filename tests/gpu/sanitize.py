@@ -26,7 +26,7 @@ from fusible.kernels.grouped import Glu
 from fusible.kernels.moe import cuda as moe_kernels
 from fusible.kernels.moe.peers import PeerRows
 from fusible.kernels.quantize.glu_backward import quantize_glu_backward
-from fusible.kernels.quantize.k_major import ScaledMatrix, quantize_k_major, transposed
+from fusible.kernels.quantize.k_major import quantize_k_major, transposed
 from fusible.kernels.runtime.gpu import has_cutlass
 from fusible.kernels.sm90 import checked_products as ops
 from fusible.kernels.sm90 import tiles
@@ -163,10 +163,10 @@ def fp8_products() -> int:
                 for keep in (False, True):
                     glu = Glu("swiglu", 8)
                     ops.grouped_glu(x, w, ends, ones(rows), glu, None, keep, **scales)
-                    if tile.n == 256:
-                        of_x, of_w = scales.values()
-                        operands = ScaledMatrix(x, of_x), ScaledMatrix(*w, of_w), ends, ones(rows)
-                        ops.grouped_glu_quantized(*operands, glu, None, keep, fp8_block())
+                    act, b = (glu, None) if tile.n == 256 else (Glu("gelu"), random(GROUPS, inner))
+                    if tile.width("act" if tile.n == 128 else "glu") == 128:
+                        options = act, b, keep, *scales.values(), fp8_block()
+                        ops.grouped_glu_quantized(x, w, ends, ones(rows), *options)
                         launches += 1
                 given = dy, columns, padded_ends.int()
                 ops.grouped_wgrad(*given, None, dy_scale, x_scale)
@@ -245,7 +245,7 @@ def quantize() -> None:
     quantize_glu_backward(dy, preact[:, :256], None, ends, Glu("gelu"), fp8_block(), **uses)
     for glu, of_both in ((Glu("swiglu", 128), preact), (Glu("gelu"), preact[:, :256])):
         given = dy, of_both, scales, ends, glu, fp8_block()
-        quantize_glu_backward(*given, **uses, activation=fp8_block())
+        quantize_glu_backward(*given, **uses, act_format=fp8_block())
     transposed(x.to(torch.float8_e4m3fn))
 
 

@@ -14,7 +14,7 @@ from fusible.activations import ACTIVATIONS
 from fusible.kernels import grouped
 from fusible.kernels.grouped import Glu, definitions
 from fusible.kernels.quantize.glu_backward import quantize_glu_backward
-from fusible.kernels.quantize.k_major import ScaledMatrix, quantize_k_major
+from fusible.kernels.quantize.k_major import quantize_k_major
 from fusible.kernels.sm90 import checked_products as ops
 from fusible.kernels.sm90.spec import Tile
 from fusible.kernels.sm90.tiles import FP8_TILES, supports_tile
@@ -232,29 +232,32 @@ def test_every_activation(activation, scaled):
     assert_close(act, expected_act, relative(of_preact, expected_act))
 
 
-@pytest.mark.parametrize("tile", [t for kind in ("glu", "act") for t in FP8_TILES[kind]], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "tile"),
+    [
+        (kind, tile)
+        for kind in ("glu", "act")
+        for tile in FP8_TILES[kind]
+        if supports_tile(kind, tile, "k", 0, False, "", True, quantized=True)
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("features", [128, 192, 1024 + 64])
-def test_activation_quantized_in_the_epilogue(tile, features):
+def test_activation_quantized_in_the_epilogue(kind, tile, features):
     """The bits of a launch that stores the activation, and of the quantizer after it."""
-    kinds = [Glu("swiglu"), Glu("clamped_qgeglu", 1, 7.0, 1.702, 1.0), Glu("geglu", 32)]
-    for glu in kinds if tile in FP8_TILES["glu"] else [Glu("gelu"), Glu("srelu")]:
-        kind = "glu" if glu.sides == 2 else "act"
-        if not supports_tile(kind, tile, "k", glu.interleave, False, glu.activation, True, True):
-            continue
+    bias, gated = None, [Glu("swiglu"), Glu("clamped_qgeglu", 1, 7.0, 1.702, 1.0), Glu("geglu", 32)]
+    if kind == "act":
+        bias = torch.randn(len(SIZES), features, device="cuda").bfloat16()
+    for glu in gated if kind == "glu" else [Glu("gelu"), Glu("srelu")]:
         x, x_scale = row_operand(sum(SIZES), 656)
-        (w,), w_scale = weight_operand(len(SIZES), glu.sides * features, 656)
+        w, w_scale = weight_operand(len(SIZES), glu.sides * features, 656)
         scales = torch.rand(len(x), device="cuda")
         scales[sum(SIZES) :] = math.nan
-        bias = (
-            torch.randn(len(SIZES), features, device="cuda").bfloat16() if kind == "act" else None
-        )
         for fmt, save in ((fp8_block(), True), (fp8_block(power_of_two=False), False)):
-            of_rows = ends_of(SIZES), scales, glu, bias, save
+            given = x, w, ends_of(SIZES), scales, glu, bias, save, x_scale, w_scale
             with in_tile(tile):
-                preact, y = ops.grouped_glu(x, [w], *of_rows, x_scale, w_scale)
-                made = ops.grouped_glu_quantized(
-                    ScaledMatrix(x, x_scale), ScaledMatrix(w, w_scale), *of_rows, fmt
-                )
+                preact, y = ops.grouped_glu(*given)
+                made = ops.grouped_glu_quantized(*given, fmt)
             want = quantize_k_major(y, fmt, rowwise=True, columnwise=False).row
             assert torch.equal(made[0], preact)
             assert torch.equal(made[1].view(torch.uint8), want.data.view(torch.uint8))
@@ -319,7 +322,7 @@ def test_the_backward_quantizes_the_activation(
         t[sum(sizes) :] = math.nan
     given, uses = (dy, preact, scales, ends, glu), {"rowwise": False, "columnwise": True}
     made = quantize_glu_backward(
-        *given, fp8_block(E5M2_ELEMENT), **uses, values=True, activation=fp8_block()
+        *given, fp8_block(E5M2_ELEMENT), **uses, values=True, act_format=fp8_block()
     )
     again = quantize_k_major(made.values, fp8_block(E5M2_ELEMENT), **uses, ends=ends)
     assert_same_bits(*map(written, (made.operands.column, again.column)))

@@ -452,8 +452,7 @@ def fp8_cases():
     yield "mm, FP8", ops.grouped_mm, products
     glu = torch.rand(9), *Glu(), None, True
     yield "glu, FP8", ops.grouped_glu, (x, [w], ends, *glu, x_scale, w_scale)
-    operands = x, x_scale, None, w, w_scale, None
-    quantized = *operands, ends, *glu, *fp8_block().as_constants()
+    quantized = x, [w], ends, *glu, x_scale, w_scale, *fp8_block().as_constants()
     yield "glu, FP8, quantized", ops.grouped_glu_quantized, quantized
     (dy, dy_scale), (x, x_scale) = fp8((384, 16), (3, 16)), fp8((384, 32), (3, 32))
     ends = ends_of([128, 0, 256, 0])

@@ -153,7 +153,7 @@ def test_the_activation_is_the_forward_then_the_quantization(ends, fmt, glu):
     dy, preact, scales, given = operands(144, ends, sides=glu.sides)
     gradients = {"rowwise": True, "columnwise": False}
     made = quantize_glu_backward(
-        dy, preact, scales, given, glu, FORMATS["e5m2"], **gradients, activation=fmt
+        dy, preact, scales, given, glu, FORMATS["e5m2"], **gradients, act_format=fmt
     )
     act = glu.forward(preact, scales)
     want = quantize_k_major(act, fmt, rowwise=False, columnwise=True, ends=given).column

@@ -146,7 +146,7 @@ KERNELS = [
 def name(case):
     kernel, spec = case
     if kernel == "quantize.glu_backward.quantize":
-        act = "" if spec.act is None else f"-{spec.act.name}"
+        act = "" if spec.act_format is None else f"-{spec.act_format.name}"
         return f"{kernel}-{spec.activation}-{spec.stripe}-{spec.values}-{spec.paired}{act}"
     uses = "".join(letter for letter, on in zip("gwrcvu", spec[2:], strict=False) if on)
     return f"{kernel}-{spec.format.name}-{spec.dtype}-{uses}"

@@ -11,7 +11,7 @@ On the CPU the ops are their definitions (`definitions`, `groups`, `bias_gradien
 floating dtype. On CUDA the first of these that supports a call runs: our kernels for SM90, of BF16
 and FP16 (`fusible.kernels.sm90.limits`); PyTorch's grouped product, of BF16 on SM 9.0 and 10.x;
 kernels in Triton (`portable`), of BF16, FP16 and FP32; the definition, which reads the end rows on
-the host. An activation that no epilogue has runs after its product.
+the host. An activation, or its quantization, that no epilogue has runs after its product.
 
 Where a plan has shown that operands need no check, `sm90.grouped_products` gives the launches of
 our kernels themselves (`fusible.ops.grouped_fast_path`).
@@ -40,7 +40,6 @@ from fusible.kernels.grouped import (
     stored,
 )
 from fusible.kernels.grouped.groups import checks_enabled
-from fusible.kernels.quantize.k_major import ScaledMatrix
 from fusible.kernels.sm90 import checked_products as sm90
 from fusible.library import define
 from fusible.recipes.formats import FP8_BLOCK, value_dtype
@@ -117,10 +116,10 @@ grouped_glu = define(
 
 
 def _grouped_glu_quantized_fake(
-    x: ScaledMatrix, w: ScaledMatrix, *rest: Any
+    x: Tensor, w: Sequence[Tensor], *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     *given, fmt = rest
-    preact, out = _grouped_glu_fake(x.data, [w.data], *given, x.scale, w.scale)
+    preact, out = _grouped_glu_fake(x, w, *given)
     rows, features = out.shape
     scale = out.new_empty(-(-features // FP8_BLOCK), rows, dtype=torch.float32)
     return preact, out.new_empty(rows, features, dtype=fmt.element.dtype), scale
@@ -133,7 +132,7 @@ grouped_glu_quantized = define(
         sm90.grouped_glu_quantized,
         partial(definitions.grouped_glu_quantized, product=grouped_glu),
     ],
-    lambda x, x_scale, x_ends, w, *_: flops.product(x, [w]),
+    lambda x, w, *_: flops.product(x, w),
 )
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fusible.formulas import math_dtype
 from fusible.kernels.glu import Glu
-from fusible.kernels.quantize.k_major import ScaledMatrix, quantize_k_major
+from fusible.kernels.quantize.k_major import quantize_k_major
 from fusible.kernels.stacking import stacked, write
 from fusible.recipes.blocks import with_zero_tail
 from fusible.recipes.formats import FP8_BLOCK, NumberFormat, value_dtype
@@ -137,14 +137,16 @@ def grouped_glu(
     return preact if save_preact else preact.new_empty(0, preact.shape[1]), out
 
 
-def grouped_glu_quantized(
-    x: ScaledMatrix,
-    w: ScaledMatrix,
+def grouped_glu_quantized(  # noqa: PLR0917 (those of `grouped_glu` and the format)
+    x: Tensor,
+    w: Sequence[Tensor],
     ends: Tensor,
     scales: Tensor | None,
     glu: Glu,
     bias: Tensor | None,
     save_preact: bool,
+    x_scale: Tensor,
+    w_scale: Tensor,
     fmt: NumberFormat,
     *,
     zero_tail: bool = True,
@@ -155,8 +157,7 @@ def grouped_glu_quantized(
     In an FP8 format of 1x128 blocks. The results are the pre-activation, the activation's elements
     ``[M, F]`` and their scales ``[ceil(F / 128), M]``.
     """
-    given = ends, scales, glu, bias, save_preact, x.scale, w.scale
-    preact, out = product(x.data, [w.data], *given)
+    preact, out = product(x, w, ends, scales, glu, bias, save_preact, x_scale, w_scale)
     row = quantize_k_major(out, fmt, rowwise=True, columnwise=False).row
     assert row is not None
     return preact, row.data, row.scale.t()

@@ -78,15 +78,15 @@ def quantize_glu_backward(
     rowwise: bool,
     columnwise: bool,
     values: bool = False,
-    activation: NumberFormat | None = None,
+    act_format: NumberFormat | None = None,
 ) -> GluGradients:
     """Gradients of ``glu(preact) * scales``, that of ``preact`` for FP8 products.
 
     ``dy`` is ``[rows, features]``, ``preact`` ``[rows, features]``, or ``[rows, 2 * features]`` of
     a gated activation, both BF16, ``scales`` ``[rows]`` or None, ``ends`` the end rows of the
-    groups, ``fmt`` of 1x128 blocks or of whole matrices, and so is ``activation``, the format of
-    ``glu(preact) * scales`` if it is to be quantized column-wise. Raises what `quantize_k_major`
-    raises, and ValueError for other shapes.
+    groups, ``fmt`` of 1x128 blocks or of whole matrices, and so is ``act_format``, that of the
+    activation ``glu(preact) * scales`` if it is requested, column-wise. Raises what
+    `quantize_k_major` raises, and ValueError for other shapes.
     """
     rows, columns = preact.shape
     of_scales = (rows,) if scales is None else tuple(scales.shape)
@@ -95,22 +95,25 @@ def quantize_glu_backward(
             f"dy must be ({rows}, {columns // glu.sides}) and scales ({rows},) for a "
             f"pre-activation of shape {tuple(preact.shape)}, got {tuple(dy.shape)} and {of_scales}"
         )
-    wanted = _Wanted(activation is not None, rowwise, columnwise, values)
-    results = _op(_Inputs(dy, preact, scales, ends), glu, fmt, activation or fmt, wanted)
+    wanted = _Wanted(act_format is not None, rowwise, columnwise, values)
+    # An op has no optional format.
+    results = _op(_Inputs(dy, preact, scales, ends), glu, fmt, act_format or fmt, wanted)
+    *_, padded_ends, dscales, dpreact, act_data, act_scale = results
     operands = k_major.as_operands(results[:5], fmt, rowwise, columnwise, True)
     act = None
-    if activation is not None:
-        act = k_major.column_operand(results[7], results[8], results[4], activation)
-    return GluGradients(operands, results[5], results[6] if values else None, act)
+    if act_format is not None:
+        act = k_major.column_operand(act_data, act_scale, padded_ends, act_format)
+    return GluGradients(operands, dscales, dpreact if values else None, act)
 
 
-def writes_activation(glu: Glu, columns: int, fmt: NumberFormat) -> bool:
-    """Whether the kernel writes the activation in ``fmt`` as well, with gradients of such blocks.
+def writes_activation(glu: Glu, columns: int, *formats: NumberFormat) -> bool:
+    """Whether the kernel can quantize the activation too, given the formats of both results.
 
-    ``columns`` are those of the pre-activation. Elsewhere `quantize_glu_backward` runs its
-    definition where it is asked to.
+    Both must be of 1x128 blocks, and gate and linear columns, of ``columns``, in stripes of whole
+    blocks. Otherwise the definition runs if the activation is requested.
     """
-    return fmt.block == BLOCKS[0] and (glu.sides == 1 or _paired(glu, columns))
+    fits = glu.sides == 1 or _paired(glu, columns)
+    return fits and all([fmt.block == BLOCKS[0] for fmt in formats])
 
 
 def _stripe(glu: Glu, columns: int) -> int:
@@ -125,7 +128,7 @@ def _paired(glu: Glu, columns: int) -> bool:
 
 @torch.no_grad()
 def _definition(
-    inputs: _Inputs, glu: Glu, fmt: NumberFormat, activation: NumberFormat, wanted: _Wanted
+    inputs: _Inputs, glu: Glu, fmt: NumberFormat, act_format: NumberFormat, wanted: _Wanted
 ) -> _Results:
     """The definition of the op."""
     dy, preact, scales, ends = inputs
@@ -134,15 +137,13 @@ def _definition(
     dscales = preact.new_empty(0) if dscales is None else with_zero_tail(dscales, ends)
     rounded = RowsToQuantize(dpreact, ends)
     pieces = k_major.definition(rounded, fmt, wanted.rowwise, wanted.columnwise)
-    act = _act_pieces(inputs, activation, wanted)
-    if wanted.activation:
-        rounded = RowsToQuantize(glu.forward(preact, scales), ends)
-        act = k_major.definition(rounded, activation, False, True)[2:4]
-    return *pieces, dscales, dpreact if wanted.values else dpreact.new_empty(0), *act
+    act = glu.forward(preact, scales) if wanted.activation else dy  # of the same shape
+    of_act = k_major.definition(RowsToQuantize(act, ends), act_format, False, wanted.activation)
+    return *pieces, dscales, dpreact if wanted.values else dpreact.new_empty(0), *of_act[2:4]
 
 
 def _outputs(
-    inputs: _Inputs, glu: Glu, fmt: NumberFormat, activation: NumberFormat, wanted: _Wanted
+    inputs: _Inputs, glu: Glu, fmt: NumberFormat, act_format: NumberFormat, wanted: _Wanted
 ) -> _Results:
     """Allocate what the op returns."""
     _, preact, scales, ends = inputs
@@ -150,26 +151,26 @@ def _outputs(
     pieces = k_major.outputs(rows, fmt, wanted.rowwise, wanted.columnwise)
     dpreact = preact.new_empty(preact.shape if wanted.values else (0,))
     dscales = preact.new_empty(0) if scales is None else torch.empty_like(scales)
-    return *pieces, dscales, dpreact, *_act_pieces(inputs, activation, wanted)
+    return *pieces, dscales, dpreact, *_act_pieces(inputs, act_format, wanted)
 
 
 def _act_pieces(
-    inputs: _Inputs, activation: NumberFormat, wanted: _Wanted
+    inputs: _Inputs, act_format: NumberFormat, wanted: _Wanted
 ) -> tuple[Tensor, Tensor]:
     """Allocate elements and scales of the activation, which has the shape of ``dy``."""
     rows = RowsToQuantize(inputs.dy, inputs.ends)
-    return k_major.outputs(rows, activation, False, wanted.activation)[2:4]
+    return k_major.outputs(rows, act_format, False, wanted.activation)[2:4]
 
 
 def _cuda(
-    inputs: _Inputs, glu: Glu, fmt: NumberFormat, activation: NumberFormat, wanted: _Wanted
+    inputs: _Inputs, glu: Glu, fmt: NumberFormat, act_format: NumberFormat, wanted: _Wanted
 ) -> _Results | NotImplementedType:
     dy, preact, scales, ends = inputs
     rows, columns = RowsToQuantize(preact, ends), preact.shape[1]
     k_major.check(rows, fmt)
     if wanted.activation:
-        k_major.check(rows, activation)
-        if not (fmt.directional and writes_activation(glu, columns, activation)):
+        k_major.check(rows, act_format)
+        if not writes_activation(glu, columns, fmt, act_format):
             return NotImplemented
     stripe = _stripe(glu, columns)
     fits = (
@@ -182,10 +183,10 @@ def _cuda(
         return NotImplemented
     inputs = _Inputs(aligned(dy), aligned(preact), scales, ends)
     if fmt.block is not None:
-        return _launch(inputs, glu, fmt, activation, wanted)
+        return _launch(inputs, glu, fmt, act_format, wanted)
     amax = preact.new_zeros(len(ends), dtype=torch.int32)
-    for_values = _Wanted(False, False, False, True)
-    results = _launch(inputs, glu, fmt, activation, for_values, amax)
+    for_values = _Wanted(activation=False, rowwise=False, columnwise=False, values=True)
+    results = _launch(inputs, glu, fmt, act_format, for_values, amax)
     pieces, dscales, dpreact = results[:5], results[5], results[6]
     if wanted.rowwise or wanted.columnwise:
         rounded = RowsToQuantize(dpreact, ends)
@@ -197,7 +198,7 @@ def _launch(
     inputs: _Inputs,
     glu: Glu,
     fmt: NumberFormat,
-    activation: NumberFormat,
+    act_format: NumberFormat,
     wanted: _Wanted,
     amax: Tensor | None = None,
 ) -> _Results:
@@ -206,14 +207,14 @@ def _launch(
     rows, columns = preact.shape
     pieces = k_major.outputs(RowsToQuantize(preact, ends), fmt, wanted.rowwise, wanted.columnwise)
     dpreact = preact.new_empty(preact.shape if wanted.values else (0,))
-    act = _act_pieces(inputs, activation, wanted)
+    act = _act_pieces(inputs, act_format, wanted)
     stripe, paired = _stripe(glu, columns), _paired(glu, columns)
     blocks, dscales = -(-columns // FP8_BLOCK) >> paired, preact.new_empty(0)
     of_rows = dscales if scales is None else scales.float().contiguous()
     partials = preact.new_empty(0 if scales is None else blocks, rows, dtype=torch.float32)
-    act_format = activation if wanted.activation else None
     which = glu.activation, scales is not None, stripe, paired
-    constants = _kernel(fmt, act_format, ends.dtype, wanted, *which)
+    of_act = act_format if wanted.activation else None
+    constants = _kernel(fmt, of_act, ends.dtype, wanted, *which)
     sizes = rows, columns, len(ends), padded_size(rows, len(ends), FP8_BLOCK), stripe
     addresses = dy, preact, of_rows, ends, amax, *pieces, partials, dpreact, *act
     launch("quantize.glu_backward.quantize", constants, dy.device, *addresses, *sizes, *glu[2:])
@@ -225,7 +226,7 @@ def _launch(
 @lru_cache(maxsize=1024)
 def _kernel(
     fmt: NumberFormat,
-    act: NumberFormat | None,
+    act_format: NumberFormat | None,
     ends: torch.dtype,
     wanted: _Wanted,
     activation: str,
@@ -237,7 +238,7 @@ def _kernel(
     uses = wanted.rowwise, wanted.columnwise
     quantize = QuantizeSpec(fmt, dtype, True, wide, *uses, k_major=True)
     narrow = stripe if stripe < _THREAD_COLUMNS else 0
-    spec = GluBackwardSpec(quantize, activation, scaled, narrow, wanted.values, paired, act)
+    spec = GluBackwardSpec(quantize, activation, scaled, narrow, wanted.values, paired, act_format)
     return (spec,)
 
 

@@ -128,7 +128,7 @@ class GluBackwardSpec(NamedTuple):
     """The gradients are written in high precision too."""
     paired: bool = False
     """Stripes are whole blocks of columns: a thread block takes gates and linear columns."""
-    act: NumberFormat | None = None
+    act_format: NumberFormat | None = None
     """The format of 1x128 blocks in which the activation is written too, column-wise.
 
     Only if ``paired``, or of an activation that is not gated, and without scales of whole groups.
@@ -140,10 +140,15 @@ class GluBackwardSpec(NamedTuple):
         return self.paired and not self.quantize.has_matrix_scales
 
     @property
+    def staged(self) -> int:
+        """Blocks in shared memory: gradients of linear columns, and the activation."""
+        return self.stages_linears + (self.act_format is not None)
+
+    @property
     def quantize_act(self) -> QuantizeSpec:
         """How the activation is quantized."""
-        assert self.act is not None
-        return self.quantize._replace(format=self.act, rowwise=False, columnwise=True)
+        assert self.act_format is not None
+        return self.quantize._replace(format=self.act_format, rowwise=False, columnwise=True)
 
     @property
     def resident(self) -> int:

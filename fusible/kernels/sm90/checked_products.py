@@ -16,7 +16,6 @@ from torch import Tensor
 
 from fusible.activations import ACTIVATIONS, GATED
 from fusible.kernels.glu import Glu
-from fusible.kernels.quantize.k_major import ScaledMatrix
 from fusible.kernels.runtime.launch import aligned
 from fusible.kernels.sm90 import limits, tiles
 from fusible.kernels.sm90.grouped_products import TENSOR_TYPES, WeightProducts, cached_products
@@ -212,12 +211,53 @@ def grouped_glu(
     w_scale: Tensor | None = None,
     *,
     zero_tail: bool = True,
-    out_format: NumberFormat | None = None,
+) -> tuple[Tensor, Tensor] | NotImplementedType:
+    """`definitions.grouped_glu`."""
+    given = x, w, ends, scales, glu, bias, save_preact, x_scale, w_scale
+    return _grouped_glu(*given, None, zero_tail)
+
+
+def grouped_glu_quantized(
+    x: Tensor,
+    w: Sequence[Tensor],
+    ends: Tensor,
+    scales: Tensor | None,
+    glu: Glu,
+    bias: Tensor | None,
+    save_preact: bool,
+    x_scale: Tensor,
+    w_scale: Tensor,
+    fmt: NumberFormat,
+    *,
+    zero_tail: bool = True,
+) -> tuple[Tensor, Tensor, Tensor] | NotImplementedType:
+    """`definitions.grouped_glu_quantized`."""
+    of_blocks = fmt.scaling == limits.FP8_SCALING["input"][0]
+    if not (of_blocks and limits.quantizes_activation(glu.activation, bias is not None)):
+        return NotImplemented
+    given = x, w, ends, scales, glu, bias, save_preact, x_scale, w_scale
+    return _grouped_glu(*given, fmt, zero_tail)
+
+
+def _grouped_glu(
+    x: Tensor,
+    w: Sequence[Tensor],
+    ends: Tensor,
+    scales: Tensor | None,
+    glu: Glu,
+    bias: Tensor | None,
+    save_preact: bool,
+    x_scale: Tensor | None,
+    w_scale: Tensor | None,
+    out_format: NumberFormat | None,
+    zero_tail: bool,
 ) -> Any:
-    """`definitions.grouped_glu`; with ``out_format`` `definitions.grouped_glu_quantized`."""
+    """The results of `grouped_glu` or, with ``out_format``, `grouped_glu_quantized`."""
     operands = _operands("x", x, w, ends, False, x_scale, w_scale)
-    in_halves = x_scale is not None and glu.interleave == 0 and glu.activation in GATED
-    unit = limits.FP8_GLU_UNIT if in_halves else limits.MULTIPLE_OF
+    # Threads store 16 quantized elements at once.
+    unit = limits.MULTIPLE_OF if out_format is None else limits.FP8_MULTIPLE_OF
+    if x_scale is not None and glu.interleave == 0 and glu.activation in GATED:
+        unit = limits.FP8_GLU_UNIT
     if operands is None or not limits.supports_activation(*glu[:2], operands.shape[1], unit):
         return NotImplemented
     x, pitch, w, shape, address, table, products, operand_scales = operands
@@ -229,26 +269,6 @@ def grouped_glu(
         x, address, ends, scales, glu, bias, save_preact, table, pitch, operand_scales, zero_tail,
         out_format,
     )  # fmt: skip
-
-
-def grouped_glu_quantized(
-    x: ScaledMatrix,
-    w: ScaledMatrix,
-    ends: Tensor,
-    scales: Tensor | None,
-    glu: Glu,
-    bias: Tensor | None,
-    save_preact: bool,
-    fmt: NumberFormat,
-    *,
-    zero_tail: bool = True,
-) -> tuple[Tensor, Tensor, Tensor] | NotImplementedType:
-    """`definitions.grouped_glu_quantized`."""
-    wide = glu.sides == 1 or limits.supports_wide_tile(bias is not None, glu.activation)
-    if not (wide and fmt.scaling == limits.FP8_SCALING["input"][0]):  # of 1x128 blocks
-        return NotImplemented
-    given = ends, scales, glu, bias, save_preact, x.scale, w.scale
-    return grouped_glu(x.data, [w.data], *given, zero_tail=zero_tail, out_format=fmt)
 
 
 def grouped_dglu(

@@ -228,10 +228,10 @@ class WeightProducts:
         rows, columns = x.shape[0], self._columns
         preact = x.new_empty(rows if save_preact else 0, columns, dtype=self.value_dtype)
         features, dtype = columns // glu.sides, self.value_dtype
-        row_results: tuple[Tensor, ...] = ()
+        row_scales = None
         if out_format is not None:
             dtype = out_format.element.dtype
-            row_results = (x.new_empty(-(-features // FP8_BLOCK), rows, dtype=torch.float32),)
+            row_scales = x.new_empty(-(-features // FP8_BLOCK), rows, dtype=torch.float32)
         out = x.new_empty(rows, features, dtype=dtype)
         launch(
             rows,
@@ -243,11 +243,11 @@ class WeightProducts:
             table=table,
             bias=0 if bias is None else bias.data_ptr(),
             scales=0 if scales is None else scales.data_ptr(),
-            row_results=row_results[0].data_ptr() if row_results else 0,
+            row_results=0 if row_scales is None else row_scales.data_ptr(),
             operand_scales=operand_scales,
             zero_tail=zero_tail,
         )
-        return preact, out, *row_results
+        return (preact, out) if row_scales is None else (preact, out, row_scales)
 
     def dglu(
         self,
@@ -332,7 +332,7 @@ def _stripes(kind: str, tile: Tile, glu: Glu) -> tuple[bool, int]:
     if glu.sides == 1:
         return False, 0
     interleave = glu.interleave
-    width = tile.n // 2 if kind == "glu" else block_columns(kind, tile, "bfloat16")
+    width = tile.width(kind) if kind == "glu" else block_columns(kind, tile, "bfloat16")
     paired = interleave == 0 or interleave % width == 0
     return paired, width if paired else interleave
 

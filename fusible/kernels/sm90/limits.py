@@ -33,12 +33,17 @@ def supports_products(sm: int, dtype: str, *features: int) -> bool:
     return all([size > 0 and size % unit == 0 for size in features])
 
 
-def supports_wide_tile(bias: bool, activation: str) -> bool:
-    """Whether tiles of 256 columns of FP8 operands leave registers for an epilogue.
-
-    An activation that the epilogue quantizes needs them if it is gated: 128 columns share a scale.
-    """
+def fits_256_columns(activation: str, bias: bool) -> bool:
+    """Whether FP8 tiles of 256 columns leave registers for an epilogue."""
     return not bias and activation != "situglu"
+
+
+def quantizes_activation(activation: str, bias: bool) -> bool:
+    """Whether an epilogue quantizes an activation, in blocks of 128 columns.
+
+    For these a tile needs 256 columns if it is gated.
+    """
+    return ACTIVATIONS[activation].sides == 1 or fits_256_columns(activation, bias)
 
 
 @functools.lru_cache(maxsize=1024)

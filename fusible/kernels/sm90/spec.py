@@ -41,6 +41,10 @@ class Tile(NamedTuple):
         """Slabs of 64 rows of a tile that a warpgroup computes."""
         return self.m // (WARPGROUP_ROWS * self.warpgroups)
 
+    def width(self, kind: str) -> int:
+        """Output columns; of a gated activation, those of the activation."""
+        return self.n // 2 if kind == "glu" else self.n
+
     def __str__(self) -> str:
         kind = "pp" if self.pingpong else "co"
         return f"{self.m}x{self.n}{kind}{self.cluster_m}{self.cluster_n}{'d' * self.dynamic}"
@@ -52,8 +56,9 @@ def block_columns(kind: str, tile: Tile, out_dtype: str) -> int:
     32 where 64 does not divide it or needs too much shared memory: an activation's backward is
     faster with more pipeline stages.
     """
-    width = tile.n // 2 if kind == "glu" else tile.n
-    return 64 if width % 64 == 0 and out_dtype != "float32" and kind not in BACKWARD else 32
+    return (
+        64 if tile.width(kind) % 64 == 0 and out_dtype != "float32" and kind not in BACKWARD else 32
+    )
 
 
 FORWARD, BACKWARD = ("act", "glu"), ("dact", "dglu")  # of an activation, and of a gated one
@@ -75,7 +80,7 @@ class Spec(NamedTuple):
     stripe: int = 0  # neighbouring gate columns before their linear columns, within a tile
     paired: bool = False  # gate and linear columns are further apart than a tile: two boxes
     save_preact: bool = False  # `FORWARD`: the pre-activation is stored as well
-    out_format: NumberFormat | None = None  # `FORWARD`: of a quantized output, of 1x128 blocks
+    out_format: NumberFormat | None = None  # `FORWARD`: if the output is quantized, in 1x128 blocks
     out_dtype: str = "bfloat16"
     accumulate: bool = False
 
@@ -159,8 +164,8 @@ class Spec(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Output columns of a tile; of a gated one, activation columns."""
-        return self.tile.n // 2 if self.kind == "glu" else self.tile.n
+        """Output columns of a tile; of a gated activation, those of the activation."""
+        return self.tile.width(self.kind)
 
     @property
     def block_columns(self) -> int:
@@ -236,8 +241,11 @@ class Spec(NamedTuple):
     def _least_out_blocks(self) -> int:
         """Least output blocks of a warpgroup: 1 in a backward, whose gradients need none, else 2.
 
-        4 of FP8 operands: they need fewer stages, as one lasts longer.
+        4 of FP8 operands: they need fewer stages, as one lasts longer. A quantized output needs
+        none.
         """
+        if self.out_format is not None and not self.save_preact:
+            return 0
         if self.scaled:
             return 4
         return 1 if self.is_backward else 2

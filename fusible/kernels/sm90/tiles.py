@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from fusible.kernels.sm90.limits import supports_wide_tile
+from fusible.kernels.sm90.limits import fits_256_columns
 from fusible.kernels.sm90.spec import Tile
 from fusible.recipes.formats import FP8_BLOCK
 
@@ -121,7 +121,7 @@ FP8_TILES: dict[str, dict[Tile, Cost]] = {
         _SMALL_DYNAMIC: Cost(201, 1390, 5080),
         _LOW_WIDE: Cost(186, 1780, 6090),
         _LARGE[0]: Cost(364, 2800, 1360),
-        _LARGE[1]: Cost(400, 3080, 1360),  # by 12 shapes, not by the fit
+        _LARGE[1]: Cost(400, 3080, 1360),  # by hand, for 12 shapes
     },
     "wgrad": {
         _SMALL_DYNAMIC: Cost(222, 305, 1330),
@@ -158,8 +158,8 @@ def supports_tile(
     """Whether a kernel of ``kind`` can have a tile, for a weight of that ``major``.
 
     A ``quantized`` output needs tiles with `FP8_BLOCK` of its columns. These have too few registers
-    and are not supported: FP8 tiles (``scaled``) of 256 columns where `supports_wide_tile` says so;
-    and, with more than 128 accumulator values a thread:
+    and are not supported: FP8 tiles (``scaled``) of 256 columns unless `fits_256_columns`; and,
+    with more than 128 accumulator values a thread:
 
     - a plain product: biases;
     - a gated activation: biases, transposed weights, stripes of 1, 2 and 4, and in three slabs of
@@ -169,8 +169,8 @@ def supports_tile(
     A gated activation has columns of whole stripes. Where its gate and linear columns lie apart,
     each half of a transposed weight's columns fills a row of shared memory, 64.
     """
-    width = tile.n // 2 if kind == "glu" else tile.n
-    crowded = scaled and tile.n > 192 and not supports_wide_tile(bias, activation)
+    width = tile.width(kind)
+    crowded = scaled and tile.n > 192 and not fits_256_columns(activation, bias)
     if crowded or (quantized and width != FP8_BLOCK):
         return False
     spacious = tile.slabs * tile.n <= 256
@@ -235,8 +235,7 @@ def microseconds(
     size = 1 if scaled else 2  # bytes of an element of an operand
     used = _larger(groups + rows - _larger(groups, rows), 1)  # groups that have rows
     of_group = rows / used
-    height, width = tile.m * tile.cluster_m, tile.n // 2 if kind == "glu" else tile.n
-    width *= tile.cluster_n
+    height, width = tile.m * tile.cluster_m, tile.width(kind) * tile.cluster_n
     if kind == "wgrad":
         down, reduction = 1, of_group / 64
         across = _ceil_div(columns, height) * _ceil_div(depth, width)

@@ -5,7 +5,6 @@ import torch
 from sm90_launches import sm90_on_cpu
 
 from fusible.kernels.grouped import Glu, definitions
-from fusible.kernels.quantize.k_major import ScaledMatrix
 from fusible.kernels.sm90 import checked_products as ops
 from fusible.recipes.formats import E5M2 as E5M2_ELEMENT
 from fusible.recipes.formats import fp8_block, fp8_tensor
@@ -91,26 +90,30 @@ def test_activation(interleave, save):
 @pytest.mark.parametrize("save", [True, False])
 @pytest.mark.parametrize("columns", [256, 384])
 def test_activation_that_is_quantized(interleave, save, columns, launched):
-    x, (w,), x_scale, w_scale = operands(columns, 272)
-    of_rows = ENDS, torch.rand(ROWS), Glu("swiglu", interleave), None, save, fp8_block(E5M2_ELEMENT)
-    given = ScaledMatrix(x, x_scale), ScaledMatrix(w, w_scale), *of_rows
+    x, w, *scales_of = operands(columns, 272)
+    fmt, of_rows = fp8_block(E5M2_ELEMENT), (ENDS, torch.rand(ROWS), Glu("swiglu", interleave))
+    given = x, w, *of_rows, None, save, *scales_of, fmt
     for actual, expected in zip(
         ops.grouped_glu_quantized(*given), definitions.grouped_glu_quantized(*given), strict=True
     ):
         assert_same(actual, expected)
     (spec,) = {s for s in launched if not isinstance(s, str)}
-    assert (spec.width, spec.out_format) == (128, of_rows[-1])
+    assert (spec.width, spec.out_format) == (128, fmt)
 
 
 def test_activation_that_no_epilogue_quantizes():
-    x, (w,), x_scale, w_scale = operands(256, 272)
-    of_rows = ScaledMatrix(x, x_scale), ScaledMatrix(w, w_scale), ENDS, None
-    for glu, bias, fmt in (
-        (Glu(), torch.zeros(len(SIZES), 256).bfloat16(), fp8_block()),
-        (Glu("situglu"), None, fp8_block()),
-        (Glu(), None, fp8_tensor()),
+    for columns, glu, bias, fmt in (
+        (256, Glu(), torch.zeros(len(SIZES), 256).bfloat16(), fp8_block()),
+        (256, Glu("situglu"), None, fp8_block()),
+        (256, Glu(), None, fp8_tensor()),
+        (272, Glu("swiglu", 8), None, fp8_block()),  # 136 elements in a row are no whole vectors
     ):
-        assert ops.grouped_glu_quantized(*of_rows, glu, bias, True, fmt) is NotImplemented
+        x, w, *scales_of = operands(columns, 272)
+        given = x, w, ENDS, None, glu, bias, True, *scales_of, fmt
+        assert ops.grouped_glu_quantized(*given) is NotImplemented
+        assert (
+            ops.grouped_glu(*given[:4], Glu("swiglu", 8), None, *given[6:9]) is not NotImplemented
+        )
 
 
 def test_activation_in_halves_of_other_widths_has_no_kernel():

@@ -59,9 +59,9 @@ def gradients(source, tile, columns, values_out, spec):
     """Words of a thread's part of the pre-activation's gradient, zeros where there is nothing.
 
     Where a scale covers a whole group, one row of words of the largest magnitudes instead. Then, if
-    ``spec.stages_linears``, the linear columns' words, and the activation's with ``spec.act``,
-    in shared memory. Then the FP32 bits of the gradient of one row's scale by the columns of its
-    block: in the i-th of the threads that share a row, of the thread's i-th row.
+    ``spec.stages_linears``, the linear columns' words, and if there is a ``spec.act_format``, the
+    activation's, in shared memory. Then the FP32 bits of the gradient of one row's scale by the
+    columns of its block: in the i-th of the threads that share a row, of the thread's i-th row.
     """
     own = cute.arch.lane_idx() % spec.quantize.lanes
     live = tile.live != 0
@@ -72,8 +72,9 @@ def gradients(source, tile, columns, values_out, spec):
     of_row = _narrow if spec.stripe else _paired if spec.paired else _wide
     if ACTIVATIONS[spec.activation].sides == 1:
         of_row = _plain
-    linears = _SharedRows(spec) if spec.stages_linears else None
-    acts = None if spec.act is None else _SharedRows(spec, dynamic=True)
+    shared = SmemAllocator() if spec.staged else None
+    linears = _SharedRows(spec, shared) if spec.stages_linears else None
+    acts = None if spec.act_format is None else _SharedRows(spec, shared)
     rows, totals = [], []
     for r in range(spec.quantize.thread_rows):
         if r % _ROWS == 0:
@@ -91,7 +92,7 @@ def gradients(source, tile, columns, values_out, spec):
             rows.append(packed[0])
             if spec.stages_linears:
                 linears.put(r, packed[1])
-        if spec.act is not None:
+        if spec.act_format is not None:
             acts.put(r, bits.pack(act, spec.quantize.dtype))
         totals.append(total)
         if spec.values:
@@ -104,20 +105,12 @@ def gradients(source, tile, columns, values_out, spec):
 
 
 class _SharedRows:
-    """Words of a thread's rows in shared memory; no other thread reads them.
+    """Words of a thread's rows in shared memory; no other thread reads them."""
 
-    At most 48 KiB of it can be static.
-    """
-
-    def __init__(self, spec, dynamic=False):
+    def __init__(self, spec, allocator):
         self.words, self.rows = spec.quantize.words, spec.quantize.thread_rows
-        count = self.words * self.rows
-        layout = cute.make_layout((THREADS, count))
-        if dynamic:
-            self.shared = SmemAllocator().allocate_tensor(Uint32, layout)
-        else:
-            static = cute.arch.alloc_smem(Uint32, THREADS * count)
-            self.shared = cute.make_tensor(static, layout)
+        layout = cute.make_layout((THREADS, self.words * self.rows))
+        self.shared = allocator.allocate_tensor(Uint32, layout)
 
     def put(self, row, words):
         thread, _, _ = cute.arch.thread_idx()
@@ -137,8 +130,13 @@ def _load(address, offset, inside, words, spec):
     return bits.unpack(bits.load(address + offset * _BYTES, inside, words), spec.quantize.dtype)
 
 
-# The next four give, of a row of a thread: the gradients of each operand; the activation, or None
-# if the thread block has only some operands of a block of it; and the gradient of the row's scale.
+def _act_column(column, glu_block):
+    """The activation's column of a gate column, in stripes."""
+    return column - column // glu_block // 2 * glu_block
+
+
+# Each of these gives, of one row of a thread: the gradients of each operand; the activation, or
+# None where the thread block has only some operands of it; bits of the gradient of the row's scale.
 
 
 def _plain(source, column, start, row_scale, inside, spec):
@@ -169,16 +167,8 @@ def _narrow(source, column, start, row_scale, inside, spec):
     return [values], None, bits.to_bits(total)
 
 
-def _act_column(gate, glu_block):
-    """The activation's column of a gate column, in stripes."""
-    return gate - gate // glu_block // 2 * glu_block
-
-
-def _pairs(source, gate, start, row_scale, inside, spec):
-    """Of gates from column ``gate`` on, and of their linear columns.
-
-    They lie in stripes at least as wide as a thread's. The last is an FP32 number.
-    """
+def _paired(source, gate, start, row_scale, inside, spec):
+    """Of gates from column ``gate`` on and of their linear columns, in stripes of at least 8."""
     words, block = spec.quantize.words, source.glu_block
     dy_column = _act_column(gate, block)
     dy = _load(source.dy, start // 2 + Int64(dy_column), inside, words, spec)
@@ -191,25 +181,19 @@ def _pairs(source, gate, start, row_scale, inside, spec):
         of_gates.append(gradient * row_scale * d_gate)
         of_linears.append(gradient * row_scale * d_linear)
         act.append(value * row_scale)
-    return [of_gates, of_linears], act, total
-
-
-def _paired(source, column, start, row_scale, inside, spec):
-    """Of gates, and of their linear columns."""
-    sides, act, total = _pairs(source, column, start, row_scale, inside, spec)
-    return sides, act, bits.to_bits(total)
+    return [of_gates, of_linears], act, bits.to_bits(total)
 
 
 def _wide(source, column, start, row_scale, inside, spec):
     """Of gates, or of linear columns, which leave their scale's gradient to the gates."""
     is_linear = column // source.glu_block % 2
     gate = column - is_linear * source.glu_block
-    sides, _, total = _pairs(source, gate, start, row_scale, inside, spec)
+    sides, _, total = _paired(source, gate, start, row_scale, inside, spec)
     values = [
         bits.to_float(bits.select(is_linear, bits.to_bits(of_linear), bits.to_bits(of_gate)))
         for of_gate, of_linear in zip(*sides, strict=True)
     ]
-    return [values], None, bits.select(is_linear, 0, bits.to_bits(total))
+    return [values], None, bits.select(is_linear, 0, total)
 
 
 def first_chunk(pair, glu_block, spec):
@@ -222,17 +206,15 @@ def quantize_gradients(source, tile, rows, columns, amax, out, act_out, partials
     """Scales, elements and, if wanted, values of a thread's rows; partial sums of their scales'.
 
     Or instead of scales and elements the largest magnitudes, where these cover whole groups. With
-    ``spec.act`` scales and elements of the activation, to ``act_out``.
+    ``spec.act_format`` scales and elements of the activation, to ``act_out``.
     """
     words, linears, acts, total = gradients(source, tile, columns, values, spec)
     tile, columns = computed_anew(tile, columns)
     own = cute.arch.lane_idx() % spec.quantize.lanes
     if spec.scaled:
         width = spec.quantize.lanes * spec.quantize.vector
-        chunk = tile.column // width
-        if spec.paired:
-            chunk = chunk - tile.column // source.glu_block // 2 * (source.glu_block // width)
-        at = Int64(chunk) * Int64(rows) + Int64(tile.first + own)
+        column = _act_column(tile.column, source.glu_block) if spec.paired else tile.column
+        at = Int64(column // width) * Int64(rows) + Int64(tile.first + own)
         inside = Boolean(own < tile.count) & (tile.column // width * width < columns)
         bits.store(partials + at * 4, [total], Int32(inside))
     if spec.quantize.has_matrix_scales:
@@ -243,7 +225,7 @@ def quantize_gradients(source, tile, rows, columns, amax, out, act_out, partials
             tile, columns = computed_anew(tile, columns)
             at = tile._replace(column=tile.column + source.glu_block)
             store_block(linears.get(), at, rows, columns, rows, out, spec.quantize)
-        if spec.act is not None:
+        if spec.act_format is not None:
             at, features = computed_anew(tile, columns)
             if spec.paired:
                 at = at._replace(column=_act_column(at.column, source.glu_block))
@@ -339,5 +321,5 @@ def quantize(
     ).launch(
         grid=[blocks * chunks, 1, 1], block=[THREADS, 1, 1], stream=stream,
         min_blocks_per_mp=spec.resident,
-        preferred_smem_carveout=_SHARED_PERCENTS[spec.stages_linears + (spec.act is not None)],
+        preferred_smem_carveout=_SHARED_PERCENTS[spec.staged],
     )  # fmt: skip

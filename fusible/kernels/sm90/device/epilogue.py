@@ -284,9 +284,7 @@ class Epilogue:
         self, writer, accumulator, m, output_scales, both, slab, coord: TileCoord,
         count: cutlass.Constexpr,
     ):  # fmt: skip
-        """The scaled activation, rounded to BF16, then quantized; before it, if kept, the
-        accumulator.
-        """
+        """Quantize the scaled activation, rounded to BF16; if kept, store the accumulator first."""
         spec, problem, rows = self.spec, self.problem, ([], [])
         store_preact, settle = self._store_preact, writer.settle
         for index in cutlass.range_constexpr(spec.width // self.columns):

@@ -4,7 +4,8 @@ A thread block is three warpgroups. Warp 0 of the first loads operands into a ri
 TMA; warp 1 loads a second ring (`Spec.rings`) or pre-activations; warp 2 of a cluster's first block
 finds tiles; warp 3 stores a backward's gradients, or the zeros of empty groups. The other two
 warpgroups multiply (WGMMA from shared memory, FP32 accumulators) and run the epilogue, which walks
-the accumulator in blocks of 64 rows by 64 (or 32) columns: registers, shared memory, TMA store.
+the accumulator in blocks of 64 rows by 64 (or 32) columns: registers, shared memory, TMA store. A
+quantized activation goes from registers to global memory.
 """
 
 import cuda.bindings.driver as cuda
@@ -102,8 +103,8 @@ class GroupedGemm:
         to ``tail_end`` get zero output; others past it are not written. For the gated kinds
         ``columns`` counts activation columns, ``glu_block`` is the distance from a gate column
         to its linear column and ``glu_columns`` the bound of gate columns. ``row_results`` [tiles
-        across, total_rows] are a backward's sums for the gradients of scales, or the scales of the
-        128 columns of a tile of a quantized output.
+        across, total_rows] are a backward's sums for the gradients of scales, or the scales of a
+        quantized output, whose elements ``out`` are contiguous.
 
         FP8 operands are contiguous along the reduction; where it is grouped they are ``a``
         [columns, total_rows] and ``b`` [depth, total_rows], contiguous, and groups end at multiples
@@ -147,7 +148,7 @@ class GroupedGemm:
         layout_a = operand_layout(spec, spec.a_major, tile.m, self.dtype)
         layout_b = operand_layout(spec, spec.b_major, part, self.b_dtype, spec.b_parts)
         layout_scales = cute.make_layout((tile.n, 1, spec.stages), stride=(1, tile.n, tile.n))
-        layout_block = self._block_layout(self.out_dtype, 2 * spec.out_blocks)
+        layout_block = self._block_layout(self.out_dtype, max(2 * spec.out_blocks, 1))
         layout_preact = self._block_layout(self.value_dtype, max(spec.sides * spec.preact_slots, 1))
 
         # Gate and linear columns are two views, so that a box of one stops before the other.
@@ -195,7 +196,7 @@ class GroupedGemm:
             scales_of_operands = Scales(of_a, of_b)
 
         bias_columns = columns * 2 if const_expr(spec.kind == "glu") else columns
-        tiles = cute.ceil_div(columns, spec.width)
+        tiles = cute.ceil_div(columns, tile.n)
         self.kernel(
             self._load(tensor_a, layout_a, (tile.m, spec.tile_k), tile.cluster_n),
             self._load(tensor_b, layout_b, (part, spec.tile_k), tile.cluster_m),
@@ -305,7 +306,7 @@ class GroupedGemm:
         load_scales,
         operand_scales,
         load_preact,
-        store,
+        store: cpasync.TmaInfo | None,
         store_preact,
         ends: cute.Tensor,
         table,

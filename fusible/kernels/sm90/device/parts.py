@@ -98,7 +98,7 @@ class Preacts(NamedTuple):
 class Outputs(NamedTuple):
     """Where an epilogue writes, and what it reads of each column or row."""
 
-    store: Any  # TMA descriptors; None of a quantized output
+    store: Any  # TMA descriptors; None if the output is quantized
     store_preact: tuple[Any, ...] | None
     blocks: cute.Tensor  # shared memory on the way out
     bias: Any

@@ -21,12 +21,13 @@ def store_quantized(
     """Quantize a thread's part of the tile's `FP8_BLOCK` columns of a row, and store it.
 
     The columns share a scale. ``row`` is counted from the group's first. ``addresses`` are those
-    of the elements ``[total_rows, columns]`` and of the scales ``[blocks of columns, total_rows]``.
+    of the elements ``[total_rows, columns]`` and of the scales ``[blocks of columns, total_rows]``;
+    ``columns`` is a multiple of 16.
     """
     elements, scales = addresses
     part, left = cute.arch.lane_idx() % 4, problem.columns - coord.column
     inside, at = Boolean(row < coord.rows) & (left > 0), Int64(coord.start + row)
-    # Columns past the last may hold anything.
+    # Columns past the last may hold anything, and count as zeros.
     words = [bits.select(left > i // 2 * _VECTOR, word, 0) for i, word in enumerate(words)]
     largest = largest_of_lanes(largest_of(words, "bf16"), 4, "bf16")
     scale, factor = numbers.encode_scale(magnitude(largest, "bf16"), None, fmt)
@@ -41,7 +42,7 @@ def store_quantized(
 
 
 def _of_four_threads(words):
-    """In the i-th of four threads, the i-th of the four words of each."""
+    """Transpose: the i-th of four threads gets the i-th word of each."""
     words, lane = list(words), cute.arch.lane_idx()
     for step in (2, 1):
         upper = lane & step
@@ -55,7 +56,10 @@ def _of_four_threads(words):
 
 
 def _neighbours(words):
-    """16 elements in order, of four words with two of the first and two of the second 8."""
+    """16 elements in order.
+
+    Each word, of one thread, has two of the first 8 in its lower half, two of the others above.
+    """
     pairs = words[:2], words[2:]
     first = [low & 0xFFFF | high << 16 for low, high in pairs]
     second = [low >> 16 | high & 0xFFFF0000 for low, high in pairs]
