@@ -212,7 +212,7 @@ def test_kernel_compiles_without_spills(spec, tmp_path, record_property, capfd):
     assert "serialized" not in report
     registers, stack = resources(compiled.__cubin__)
     assert len(registers) == 1
-    assert stack == [0]
+    assert set(stack) == {0}  # of the kernel, and of a division's slow path
     record_property("registers", f"{registers[0]}: {spec.kind} {spec.tile}")
 
 
@@ -244,7 +244,8 @@ def test_shared_memory_fits(spec):
     assert used <= SHARED_BYTES - 1024
     assert spec.stages % spec.rings == 0
     assert spec.stages >= (3 if spec.rings == 1 else 4)
-    assert spec.out_blocks >= (1 if spec.is_backward else 4 if spec.scaled else 2)
+    least = 0 if spec.out_format and not spec.save_preact else 4 if spec.scaled else 2
+    assert spec.out_blocks >= (1 if spec.is_backward else least)
 
 
 @pytest.mark.parametrize("kind", BACKWARD)
