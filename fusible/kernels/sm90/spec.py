@@ -241,11 +241,8 @@ class Spec(NamedTuple):
     def _least_out_blocks(self) -> int:
         """Least output blocks of a warpgroup: 1 in a backward, whose gradients need none, else 2.
 
-        4 of FP8 operands: they need fewer stages, as one lasts longer. A quantized output needs
-        none.
+        4 of FP8 operands: they need fewer stages, as one lasts longer.
         """
-        if self.out_format is not None and not self.save_preact:
-            return 0
         if self.scaled:
             return 4
         return 1 if self.is_backward else 2

@@ -148,7 +148,7 @@ class GroupedGemm:
         layout_a = operand_layout(spec, spec.a_major, tile.m, self.dtype)
         layout_b = operand_layout(spec, spec.b_major, part, self.b_dtype, spec.b_parts)
         layout_scales = cute.make_layout((tile.n, 1, spec.stages), stride=(1, tile.n, tile.n))
-        layout_block = self._block_layout(self.out_dtype, max(2 * spec.out_blocks, 1))
+        layout_block = self._block_layout(self.out_dtype, 2 * spec.out_blocks)
         layout_preact = self._block_layout(self.value_dtype, max(spec.sides * spec.preact_slots, 1))
 
         # Gate and linear columns are two views, so that a box of one stops before the other.
