@@ -11,7 +11,7 @@ from fusible.kernels import grouped
 from fusible.kernels.grouped import Glu, definitions, pytorch
 from fusible.kernels.grouped.groups import row_groups
 from fusible.kernels.stacking import stacked
-from fusible.recipes.formats import fp8_block
+from fusible.recipes.formats import fp8_block, fp8_tensor
 
 E, K, N = 4, 6, 5
 SPLITS = [
@@ -466,6 +466,14 @@ def fp8_cases():
 )
 def test_opcheck(op, args):
     torch.library.opcheck(op.default, args)
+
+
+@pytest.mark.parametrize("fmt", [fp8_tensor(), fp8_block(block=(128, 128))])
+def test_an_activation_is_quantized_in_blocks_of_rows(fmt):
+    (x, x_scale), (w, w_scale) = fp8((9, 160), (9, 2)), fp8((E, 144, 160), (E, 2, 2))
+    given = x, [w], ends_of([3, 0, 4, 1]), None, Glu(), None, True, x_scale, w_scale
+    with pytest.raises(ValueError, match=r"must have scales of 1x128 blocks, got .*; use grouped_"):
+        grouped.grouped_glu_quantized(*given, fmt)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from fusible.kernels.glu import Glu
 from fusible.kernels.quantize.k_major import quantize_k_major
 from fusible.kernels.stacking import stacked, write
 from fusible.recipes.blocks import with_zero_tail
-from fusible.recipes.formats import FP8_BLOCK, NumberFormat, value_dtype
+from fusible.recipes.formats import BLOCKS, FP8_BLOCK, NumberFormat, value_dtype
 
 
 def _sizes(ends: Tensor) -> list[int]:
@@ -154,9 +154,14 @@ def grouped_glu_quantized(  # noqa: PLR0917 (those of `grouped_glu` and the form
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`grouped_glu` of FP8 operands, whose activation is rounded to BF16, then quantized.
 
-    In an FP8 format of 1x128 blocks. The results are the pre-activation, the activation's elements
-    ``[M, F]`` and their scales ``[ceil(F / 128), M]``.
+    In a format of 1x128 blocks. The results are the pre-activation, the activation's elements
+    ``[M, F]`` and their scales ``[ceil(F / 128), M]``. Raises ValueError for other formats.
     """
+    if fmt.block != BLOCKS[0]:
+        raise ValueError(
+            f"a quantized activation must have scales of 1x128 blocks, got {fmt}; use grouped_glu "
+            "and quantize_k_major"
+        )
     preact, out = product(x, w, ends, scales, glu, bias, save_preact, x_scale, w_scale)
     row = quantize_k_major(out, fmt, rowwise=True, columnwise=False).row
     assert row is not None
