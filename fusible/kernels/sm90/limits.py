@@ -2,7 +2,7 @@
 
 import functools
 
-from fusible.activations import ACTIVATIONS
+from fusible.activations import ACTIVATIONS, GATED
 from fusible.recipes.formats import BLOCKS, fp8_block, fp8_tensor
 
 ARCHITECTURE = 90
@@ -43,7 +43,7 @@ def quantizes_activation(activation: str, bias: bool) -> bool:
 
     For these a tile needs 256 columns if it is gated.
     """
-    return ACTIVATIONS[activation].sides == 1 or fits_256_columns(activation, bias)
+    return activation not in GATED or fits_256_columns(activation, bias)
 
 
 @functools.lru_cache(maxsize=1024)

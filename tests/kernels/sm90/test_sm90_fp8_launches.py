@@ -4,6 +4,7 @@ import pytest
 import torch
 from sm90_launches import sm90_on_cpu
 
+from fusible.kernels import grouped
 from fusible.kernels.grouped import Glu, definitions
 from fusible.kernels.sm90 import checked_products as ops
 from fusible.recipes.formats import E5M2 as E5M2_ELEMENT
@@ -113,6 +114,14 @@ def test_activation_that_no_epilogue_quantizes():
         assert ops.grouped_glu_quantized(*given) is NotImplemented
         assert (
             ops.grouped_glu(*given[:4], Glu("swiglu", 8), None, *given[6:9]) is not NotImplemented
+        )
+
+
+def test_activation_of_no_known_name():
+    x, w, *scales_of = operands(256, 272)
+    with pytest.raises(ValueError, match=r"activation of Glu must be one of .* got 'swigl'"):
+        grouped.grouped_glu_quantized(
+            x, w, ENDS, None, Glu("swigl"), None, True, *scales_of, fp8_block()
         )
 
 
