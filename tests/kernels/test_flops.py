@@ -132,7 +132,7 @@ def test_every_op_that_multiplies_is_registered():
     }
     known = {op.__name__ for op in flop_registry if str(op).startswith("fusible.")}
     assert products == known
-    assert len(known) == 13
+    assert len(known) == 14
 
 
 def test_it_matters_not_which_is_imported_first():
