@@ -56,7 +56,7 @@ def define(
         if p.kind is not p.KEYWORD_ONLY
     ]
     structs = [kind if _parts_of(kind) else None for *_, kind in parameters]
-    known = tuple(inspect.signature(definition).parameters)
+    known = inspect.signature(definition).parameters.keys()
     nested = structs[0] is not None or parameters[0][2] == Sequence[Tensor]
 
     implementations = _implementations[name] = [*cuda, definition]
@@ -67,14 +67,16 @@ def define(
 
     @wraps(definition)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if not kwargs.keys() <= known:
+            raise TypeError(f"{name} has no argument {', '.join(kwargs.keys() - known)}")
+        if len(args) > len(parameters):
+            raise TypeError(f"{name} takes {len(parameters)} arguments, got {len(args)}")
         first = args[0] if args else kwargs[parameters[0][0]]
         if is_direct(first[0] if nested else first):
             for implementation in implementations:
                 result = implementation(*args, **kwargs)
                 if result is not NotImplemented:
                     return result
-        if unknown := [key for key in kwargs if key not in known]:
-            raise TypeError(f"{name} has no argument {', '.join(unknown)}")
         values = [*args, *[kwargs.get(name, value) for name, value, _ in parameters[len(args) :]]]
         flat = _flattened(structs, values)
         if torch.is_grad_enabled() or forward_ad._current_level >= 0:

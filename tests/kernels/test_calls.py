@@ -18,7 +18,7 @@ from fusible import recipes
 from fusible.kernels import grouped
 from fusible.library import define
 from fusible.recipes import quantize_ops
-from fusible.recipes.formats import mxfp8, nvfp4
+from fusible.recipes.formats import fp8_block, mxfp8, nvfp4
 from fusible.recipes.matrix import Uses
 from fusible.recipes.quantize_ops import Implementation, dequantize_matrix, quantize_matrix
 
@@ -233,5 +233,7 @@ def test_values_that_products_read_come_from_the_launch_that_quantizes(monkeypat
 def test_an_argument_that_an_op_does_not_have_is_refused():
     x, w = torch.randn(4, 8), torch.randn(1, 8, 8)
     ends = torch.tensor([4], dtype=torch.int32)
+    with pytest.raises(TypeError, match="grouped_glu takes 9 arguments, got 10"):
+        grouped.grouped_glu(x, [w], ends, None, grouped.Glu(), None, True, None, None, fp8_block())
     with pytest.raises(TypeError, match="grouped_wgrad has no argument out_type"):
         grouped.grouped_wgrad(x, x, ends, out_type=w.dtype)

@@ -128,10 +128,7 @@ def _grouped_glu_quantized_fake(
 grouped_glu_quantized = define(
     definitions.grouped_glu_quantized,
     _grouped_glu_quantized_fake,
-    [
-        sm90.grouped_glu_quantized,
-        partial(definitions.grouped_glu_quantized, product=grouped_glu),
-    ],
+    [sm90.grouped_glu, partial(definitions.grouped_glu_quantized, product=grouped_glu)],
     lambda x, w, *_: flops.product(x, w),
 )
 

@@ -209,53 +209,18 @@ def grouped_glu(
     save_preact: bool = True,
     x_scale: Tensor | None = None,
     w_scale: Tensor | None = None,
+    fmt: NumberFormat | None = None,
     *,
     zero_tail: bool = True,
-) -> tuple[Tensor, Tensor] | NotImplementedType:
-    """`definitions.grouped_glu`."""
-    given = x, w, ends, scales, glu, bias, save_preact, x_scale, w_scale
-    return _grouped_glu(*given, None, zero_tail)
-
-
-def grouped_glu_quantized(
-    x: Tensor,
-    w: Sequence[Tensor],
-    ends: Tensor,
-    scales: Tensor | None,
-    glu: Glu,
-    bias: Tensor | None,
-    save_preact: bool,
-    x_scale: Tensor,
-    w_scale: Tensor,
-    fmt: NumberFormat,
-    *,
-    zero_tail: bool = True,
-) -> tuple[Tensor, Tensor, Tensor] | NotImplementedType:
-    """`definitions.grouped_glu_quantized`."""
-    of_blocks = fmt.scaling == limits.FP8_SCALING["input"][0]
-    if not (of_blocks and limits.quantizes_activation(glu.activation, bias is not None)):
-        return NotImplemented
-    given = x, w, ends, scales, glu, bias, save_preact, x_scale, w_scale
-    return _grouped_glu(*given, fmt, zero_tail)
-
-
-def _grouped_glu(
-    x: Tensor,
-    w: Sequence[Tensor],
-    ends: Tensor,
-    scales: Tensor | None,
-    glu: Glu,
-    bias: Tensor | None,
-    save_preact: bool,
-    x_scale: Tensor | None,
-    w_scale: Tensor | None,
-    out_format: NumberFormat | None,
-    zero_tail: bool,
 ) -> Any:
-    """The results of `grouped_glu` or, with ``out_format``, `grouped_glu_quantized`."""
+    """`definitions.grouped_glu`; with ``fmt`` `definitions.grouped_glu_quantized`."""
+    unit = limits.MULTIPLE_OF
+    if fmt is not None:
+        of_blocks = fmt.scaling == limits.FP8_SCALING["input"][0]
+        if not (of_blocks and limits.quantizes_activation(glu.activation, bias is not None)):
+            return NotImplemented
+        unit = limits.FP8_MULTIPLE_OF  # threads store 16 quantized elements at once
     operands = _operands("x", x, w, ends, False, x_scale, w_scale)
-    # Threads store 16 quantized elements at once.
-    unit = limits.MULTIPLE_OF if out_format is None else limits.FP8_MULTIPLE_OF
     if x_scale is not None and glu.interleave == 0 and glu.activation in GATED:
         unit = limits.FP8_GLU_UNIT
     if operands is None or not limits.supports_activation(*glu[:2], operands.shape[1], unit):
@@ -267,7 +232,7 @@ def _grouped_glu(
         bias = bias.contiguous()
     return products.glu(
         x, address, ends, scales, glu, bias, save_preact, table, pitch, operand_scales, zero_tail,
-        out_format,
+        fmt,
     )  # fmt: skip
 
 

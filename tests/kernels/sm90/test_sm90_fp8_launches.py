@@ -95,7 +95,7 @@ def test_activation_that_is_quantized(interleave, save, columns, launched):
     fmt, of_rows = fp8_block(E5M2_ELEMENT), (ENDS, torch.rand(ROWS), Glu("swiglu", interleave))
     given = x, w, *of_rows, None, save, *scales_of, fmt
     for actual, expected in zip(
-        ops.grouped_glu_quantized(*given), definitions.grouped_glu_quantized(*given), strict=True
+        ops.grouped_glu(*given), definitions.grouped_glu_quantized(*given), strict=True
     ):
         assert_same(actual, expected)
     (spec,) = {s for s in launched if not isinstance(s, str)}
@@ -111,7 +111,7 @@ def test_activation_that_no_epilogue_quantizes():
     ):
         x, w, *scales_of = operands(columns, 272)
         given = x, w, ENDS, None, glu, bias, True, *scales_of, fmt
-        assert ops.grouped_glu_quantized(*given) is NotImplemented
+        assert ops.grouped_glu(*given) is NotImplemented
         assert (
             ops.grouped_glu(*given[:4], Glu("swiglu", 8), None, *given[6:9]) is not NotImplemented
         )
