@@ -500,9 +500,9 @@ def _copy_(
 
 
 def _view(q: WrapperTensor, size: Sequence[int]) -> WrapperTensor:
-    """Regroup the rows, in whole blocks; the columns stay. From and to flat: as stored."""
+    """Regroup the rows, in whole blocks; the columns stay. Below two dimensions: as stored."""
     shape = torch.empty(q.shape, device="meta").view(size).shape
-    if len(shape) == 1 or q.dim() == 1 or shape == q.shape:
+    if len(shape) < 2 or q.dim() < 2 or shape == q.shape:
         return q.with_pieces(q.pieces(), shape)
     sharding.check_rows_kept(q)
     fmt = q.format

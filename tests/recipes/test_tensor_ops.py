@@ -317,6 +317,16 @@ def test_shapes_that_change_in_place(kind):
     assert (q.shape, q.rowwise_data.data_ptr()) == (shape, pointer)
 
 
+@pytest.mark.parametrize("kind", [k for k in KINDS if k not in ("none", "nvfp4")])
+def test_a_single_value_changes_to_no_dimensions_and_back(kind):
+    q = QuantizedTensor.quantize(torch.full((1, 1), 3.0), KINDS[kind].format("weight"))
+    assert q.squeeze_().shape == ()
+    assert q.dequantize() == q.view(()).dequantize() == q + 0 == 3
+    q.copy_(torch.tensor(2.0))
+    q.unsqueeze_(0).unsqueeze_(0)
+    assert torch.equal(q.dequantize(), torch.full((1, 1), 2.0))
+
+
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
