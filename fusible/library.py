@@ -58,7 +58,6 @@ def define(
     structs = [kind if _parts_of(kind) else None for *_, kind in parameters]
     known = inspect.signature(definition).parameters.keys()
     nested = structs[0] is not None or parameters[0][2] == Sequence[Tensor]
-
     implementations = _implementations[name] = [*cuda, definition]
 
     def on_cuda(*args: Any) -> Any:
