@@ -56,7 +56,7 @@ def define(
         if p.kind is not p.KEYWORD_ONLY
     ]
     structs = [kind if _parts_of(kind) else None for *_, kind in parameters]
-    known = inspect.signature(definition).parameters.keys()
+    known = tuple(inspect.signature(definition).parameters)
     nested = structs[0] is not None or parameters[0][2] == Sequence[Tensor]
     implementations = _implementations[name] = [*cuda, definition]
 
@@ -66,8 +66,8 @@ def define(
 
     @wraps(definition)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not kwargs.keys() <= known:
-            raise TypeError(f"{name} has no argument {', '.join(kwargs.keys() - known)}")
+        if unknown := [key for key in kwargs if key not in known]:
+            raise TypeError(f"{name} has no argument {', '.join(unknown)}")
         if len(args) > len(parameters):
             raise TypeError(f"{name} takes {len(parameters)} arguments, got {len(args)}")
         first = args[0] if args else kwargs[parameters[0][0]]
