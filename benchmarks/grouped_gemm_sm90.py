@@ -13,6 +13,8 @@ import json
 import platform
 import statistics
 import subprocess
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -184,25 +186,37 @@ def quack_calls(t: dict[str, torch.Tensor], name: str, split: str) -> dict[str, 
     return {op: quack_call(t, op, tile) for op, tile in tiles.items()}
 
 
-# Clock ticks, about 2 ms, for which the GPU spins before a call is timed, so that all of the call
-# is enqueued by then. With less, the first contestant of a turn, before which the GPU is idle,
-# would be timed with its host's work and the others without.
-_SPIN = 3_500_000
+_TICKS_PER_SECOND = 1.75e9  # of the GPU's clock, about
+
+
+def spin_ticks(calls: Iterable[Callable[[], Any]]) -> int:
+    """Clock ticks for which the GPU spins before a call, so that all of it is enqueued by then.
+
+    At least 2 ms, and twice the host time of the slowest call. With less, a call is timed with a
+    part of its host's work.
+    """
+    slowest = 1e-3
+    for call in calls:
+        call()  # compiles
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        slowest = max(slowest, time.perf_counter() - start)
+        torch.cuda.synchronize()
+    return int(2 * slowest * _TICKS_PER_SECOND)
 
 
 def measure(calls: dict[str, Any], runs: int = 20) -> dict[str, float]:
     """Median milliseconds on the device of each call, interleaved, from a flushed L2 cache."""
     flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
-        call()
-    torch.cuda.synchronize()
+    spin = spin_ticks(calls.values())
     events = []
     warm = 3
     for turn in range(runs + warm):
         for name, call in calls.items():
             flush.zero_()
-            torch.cuda._sleep(_SPIN)
+            torch.cuda._sleep(spin)
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             call()
