@@ -14,7 +14,7 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -206,10 +206,10 @@ def spin_ticks(calls: Iterable[Callable[[], Any]]) -> int:
     return int(2 * slowest * _TICKS_PER_SECOND)
 
 
-def measure(calls: dict[str, Any], runs: int = 20) -> dict[str, float]:
+def measure(calls: Mapping[Any, Callable[[], Any]], runs: int = 20) -> dict[Any, float]:
     """Median milliseconds on the device of each call, interleaved, from a flushed L2 cache."""
     flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
-    times: dict[str, list[float]] = {name: [] for name in calls}
+    times: dict[Any, list[float]] = {name: [] for name in calls}
     spin = spin_ticks(calls.values())
     events = []
     warm = 3

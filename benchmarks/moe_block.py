@@ -31,8 +31,7 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from grouped_gemm_sm90 import environment
-from grouped_gemm_sm90 import measure as measure_in_turn
+from grouped_gemm_sm90 import environment, measure
 from grouped_mlp import RECIPES, activation, graphed, recipe_ways
 from torch import Tensor
 
@@ -63,13 +62,6 @@ SHAPES = {
 }
 WEIGHTED = [name for name, shape in SHAPES.items() if not shape.scale_input]
 Calls = dict[Any, Callable[[], Any]]
-
-
-def measure(calls: Calls, runs: int = 20) -> dict[Any, float]:
-    """Median milliseconds of each call; the host is ahead of the device for all, also the first."""
-    spin = {"": lambda: torch.cuda._sleep(5_000_000)}
-    ms = measure_in_turn({**spin, **calls}, runs)
-    return {who: ms[who] for who in calls}
 
 
 def fusible_block(shape: Shape, recompute: bool = False, device: str = "cuda") -> fz.Sequential:

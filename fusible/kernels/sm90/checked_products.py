@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import NotImplementedType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -212,7 +212,7 @@ def grouped_glu(
     fmt: NumberFormat | None = None,
     *,
     zero_tail: bool = True,
-) -> Any:
+) -> tuple[Tensor, ...] | NotImplementedType:
     """`definitions.grouped_glu`; with ``fmt`` `definitions.grouped_glu_quantized`."""
     unit = limits.MULTIPLE_OF
     if fmt is not None:
