@@ -230,9 +230,10 @@ class TopKRouter(BasicOperation):
         """One product, then the choice."""
         x, weight = self._operands(ctx, values(input_))
         bias = ctx.parameters[1] if len(ctx.parameters) > 1 else None
-        logits = moe.logits(x, weight, bias)
-        probs, ids = moe.route(
-            logits,
+        logits, probs, ids = moe.route_tokens(
+            x,
+            weight,
+            bias,
             self.expert_bias,
             self.top_k,
             self.score_function,

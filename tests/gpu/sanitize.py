@@ -189,6 +189,8 @@ def rows() -> None:
         logits = random(77, 60, dtype=torch.float32)
         probs, ids = moe.route(logits, None, 4, function, True, 2.5, [1, 1, 2])
         moe.route_backward(torch.rand_like(probs), logits, ids, function, True, 2.5)
+        biases = torch.rand(2, 60, device="cuda")
+        moe.route_tokens(random(7, 40), random(60, 40), *biases, 4, function, True, 2.5, [1, 1, 2])
     moe.permutation(torch.randint(-9, 70, (5000, 4), device="cuda"), 60, 300)  # every CTA
     for capacity in (None, 3):
         row_map, _, ends = moe.permutation(ids, 60, capacity)

@@ -14,7 +14,7 @@ from fusible.kernels import grouped, moe
 from fusible.kernels.moe import cuda as kernels
 from fusible.kernels.moe import definitions
 from fusible.kernels.moe.peers import PeerRows
-from fusible.kernels.moe.spec import SortSpec
+from fusible.kernels.moe.spec import ROUTED_TOKENS, SortSpec
 
 pytestmark = pytest.mark.gpu
 
@@ -294,6 +294,68 @@ def test_ties_in_groups(groups, function):
     _, ids = moe.route(logits.cuda(), None, *args)
     _, want = definitions.route(logits, None, *args)
     assert torch.equal(ids.cpu(), want)
+
+
+@on_poison
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("hidden", "experts", "k", "function", "groups"),
+    [
+        (2048, 128, 8, "softmax", [1, 1, 2]),
+        (8, 1, 1, "softmax", [1, 1, 2]),
+        (40, 60, 4, "sigmoid", [1, 1, 2]),
+        (7168, 256, 8, "sigmoid", [8, 4, 2]),
+        (136, 1000, 32, "softmax", [1, 1, 2]),
+    ],
+)
+@pytest.mark.parametrize("biased", [False, True])
+def test_few_tokens_are_routed_in_one_launch(hidden, experts, k, function, groups, dtype, biased):
+    """Logits as in FP64, and the choice by them as that of the kernel that reads logits."""
+    weight = (torch.randn(experts, hidden) / hidden**0.5).to("cuda", dtype)
+    biases = [None, None]
+    if biased:
+        biases = [torch.randn(experts, device="cuda"), torch.randn(experts, device="cuda") / 10]
+    choice = k, function, True, 2.5, groups
+    for tokens in range(1, ROUTED_TOKENS + 2):
+        x = torch.randn(tokens, hidden).to("cuda", dtype)
+        x = x.T.contiguous().T if tokens == 3 else x
+        moe.route_tokens(x, weight, *biases, *choice)
+        names, (logits, probs, ids) = launched(
+            lambda x=x: moe.route_tokens(x, weight, *biases, *choice)
+        )
+        # A copy of tokens that are not contiguous; above the bound PyTorch's product comes first.
+        names = [name for name in names if "Fill" not in name]  # that of the poison
+        assert (len(names) == 1) == (tokens <= ROUTED_TOKENS and x.is_contiguous()), names
+        exact = x.double() @ weight.double().T + (biases[0].double() if biased else 0)
+        torch.testing.assert_close(logits.double(), exact, rtol=1e-5, atol=1e-5)
+        want = moe.route(logits, biases[1], *choice)
+        assert torch.equal(probs, want[0])
+        assert torch.equal(ids, want[1])
+        again = moe.route_tokens(x, weight, *biases, *choice)
+        assert all(map(torch.equal, again, (logits, probs, ids)))
+
+
+def test_a_router_of_few_tokens_in_graphs_and_streams():
+    """Its count of CTAs is zero again after each launch, also where two run at once."""
+    weight = torch.randn(512, 1024, device="cuda").bfloat16()
+    x = torch.randn(4, 1024, device="cuda").bfloat16()
+    choice = None, None, 8, "softmax", True, 1.0, [1, 1, 2]
+    want = moe.route_tokens(x, weight, *choice)
+
+    def many():
+        return [moe.route_tokens(x, weight, *choice) for _ in range(20)]
+
+    graphs = [graph_of(many) for _ in range(2)]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    for _ in range(10):
+        for stream, (graph, _) in zip(streams, graphs, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+                outputs = many()
+    torch.cuda.synchronize()
+    for found in (*outputs, *graphs[0][1], *graphs[1][1]):
+        assert all(map(torch.equal, found, want))
 
 
 LOSSES = {"load_balancing_loss": True, "z_loss": True}

@@ -5,7 +5,14 @@ from checks import assert_no_spills
 
 pytest.importorskip("cutlass")
 
-from fusible.kernels.moe.spec import MAX_GROUPS, PermuteSpec, RouteSpec, RowsSpec, SortSpec
+from fusible.kernels.moe.spec import (
+    MAX_GROUPS,
+    PermuteSpec,
+    RouteSpec,
+    RouteTokensSpec,
+    RowsSpec,
+    SortSpec,
+)
 from fusible.kernels.runtime.launch import compile_kernel
 
 KERNELS = [
@@ -32,6 +39,23 @@ KERNELS = [
     ("moe.router.route", RouteSpec(128, 8, False, True, 1.0)),
     ("moe.router.route", RouteSpec(60, 4, False, False, 1.0)),
     ("moe.router.route", RouteSpec(256, 8, True, True, 2.5, biased=True, groups=(8, 4, 2))),
+    (
+        "moe.router.route_tokens",
+        RouteTokensSpec(RouteSpec(128, 8, False, True, 1.0), "bf16", 256, bias=False),
+    ),
+    (
+        "moe.router.route_tokens",
+        RouteTokensSpec(RouteSpec(60, 4, True, False, 1.0), "f16", 5, bias=True),
+    ),
+    (
+        "moe.router.route_tokens",
+        RouteTokensSpec(
+            RouteSpec(256, 8, True, True, 2.5, biased=True, groups=(8, 4, 2)),
+            "f32",
+            1792,
+            bias=True,
+        ),
+    ),
     ("moe.router.route_backward", RouteSpec(128, 8, False, True, 1.0)),
     ("moe.router.route_backward", RouteSpec(60, 4, False, False, 1.0)),
     ("moe.router.route_backward", RouteSpec(320, 10, True, True, 2.5)),

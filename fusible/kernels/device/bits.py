@@ -63,6 +63,11 @@ def load_address(address):
     )
 
 
+def prefetch(address):
+    """Bring what is at an address to the L2 cache."""
+    inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[address])
+
+
 def store(address, words, inside):
     """Words, in pieces of up to four, where ``inside``."""
     for start in range(0, len(words), 4):

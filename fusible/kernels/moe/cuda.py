@@ -6,6 +6,7 @@ definitions run, with the same bits except in dot products and scores.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import NotImplementedType
 from typing import Any
 
@@ -18,13 +19,16 @@ from fusible.kernels.moe.spec import (
     BYTES,
     FEW_TOKENS,
     MAX_GROUPS,
+    ROUTED_TOKENS,
     PermuteSpec,
     RouteSpec,
+    RouteTokensSpec,
     RowsSpec,
     SortSpec,
 )
 from fusible.kernels.runtime.gpu import MAX_INDEX, PTX_NAMES, capability, runs_kernels
 from fusible.kernels.runtime.launch import aligned, launch
+from fusible.kernels.runtime.workspaces import tile_counter
 
 _CLUSTER = 8  # CTAs: the largest size that every GPU with clusters supports
 _MAX_TOP_K = 32
@@ -275,15 +279,69 @@ def route(
     logits: Tensor, expert_bias: Tensor | None, top_k: int, *options: Any
 ) -> tuple[Tensor, Tensor] | NotImplementedType:
     """`definitions.route`."""
-    score_function, normalize, scaling_factor, groups = options
-    if not _routes(logits, top_k, groups[0]):
+    if not _routes(logits, top_k, options[-1][0]):
         return NotImplemented
     tokens, experts = logits.shape
-    bias = None if expert_bias is None else expert_bias.float().contiguous()
     outputs = route_outputs(logits, expert_bias, top_k)
+    spec = _route_spec(experts, expert_bias, top_k, *options)
+    arguments = logits.contiguous(), _float(expert_bias), *outputs, tokens
+    launch("moe.router.route", (spec,), logits.device, *arguments)
+    return outputs
+
+
+def _float(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.float().contiguous()
+
+
+def _route_spec(
+    experts: int,
+    expert_bias: Tensor | None,
+    top_k: int,
+    score_function: str,
+    normalize: bool,
+    scaling_factor: float,
+    groups: Sequence[int],
+) -> RouteSpec:
     choice = top_k, score_function == "sigmoid", normalize, scaling_factor
-    spec = RouteSpec(experts, *choice, bias is not None, tuple(groups))
-    launch("moe.router.route", (spec,), logits.device, logits.contiguous(), bias, *outputs, tokens)
+    return RouteSpec(experts, *choice, expert_bias is not None, tuple(groups))  # type: ignore[arg-type]
+
+
+def route_tokens_outputs(
+    x: Tensor, weight: Tensor, bias: Any, expert_bias: Any, top_k: int, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The outputs of `route_tokens`, not written."""
+    shape = x.shape[0], weight.shape[0]
+    logits = x.new_empty(shape, dtype=math_dtype(x.dtype))
+    return logits, *route_outputs(logits, None, top_k)
+
+
+def route_tokens(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    expert_bias: Tensor | None,
+    top_k: int,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor] | NotImplementedType:
+    """`definitions.route_tokens`, for few tokens."""
+    tokens, features = x.shape
+    vectors, rest = divmod(features * x.itemsize, BYTES)
+    fits = tokens <= ROUTED_TOKENS and x.dtype in PTX_NAMES and rest == 0
+    if not (fits and weight.dtype == x.dtype and weight.shape[1] == features):
+        return NotImplemented
+    outputs = route_tokens_outputs(x, weight, bias, expert_bias, top_k)
+    if not _routes(outputs[0], top_k, options[-1][0]):
+        return NotImplemented
+    biases = [_float(bias), _float(expert_bias)]
+    spec = RouteTokensSpec(
+        _route_spec(weight.shape[0], expert_bias, top_k, *options),
+        PTX_NAMES[x.dtype],
+        vectors,
+        bias is not None,
+    )
+    counter = tile_counter(x.device.index, torch._C._cuda_getCurrentRawStream(x.device.index))
+    arguments = aligned(x), aligned(weight), *biases, *outputs, counter, tokens
+    launch("moe.router.route_tokens", (spec,), x.device, *arguments)
     return outputs
 
 

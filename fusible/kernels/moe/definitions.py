@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fusible import formulas
@@ -173,3 +174,35 @@ def route(
     ids = formulas.choose_experts(logits, expert_bias, top_k, score_function, *groups)
     probs = formulas.router_probs(logits, ids, score_function, normalize, scaling_factor)
     return probs, ids
+
+
+def logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``x @ weight.T + bias`` of operands of one dtype, accumulated and kept in FP32 (FP64)."""
+    wide = math_dtype(x.dtype)
+    if x.device.type == "cuda" and x.dtype != wide:
+        y = torch.mm(x, weight.t(), out_dtype=wide)
+        return y if bias is None else y + bias.to(wide)
+    return F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
+
+
+def route_tokens(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    expert_bias: Tensor | None,
+    top_k: int,
+    score_function: str,
+    normalize: bool,
+    scaling_factor: float,
+    groups: Sequence[int],
+    *,
+    choose: Callable[..., tuple[Tensor, Tensor]] = route,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The logits ``[T, E]`` of tokens ``x`` ``[T, H]``, and what `route` chooses by them.
+
+    ``weight`` is ``[E, H]``, ``bias`` ``[E]``; logits are accumulated and kept in FP32 (FP64).
+    ``choose``, which a direct call takes, is `route`.
+    """
+    scores = logits(x, weight, bias)
+    choice = top_k, score_function, normalize, scaling_factor, groups
+    return scores, *choose(scores, expert_bias, *choice)

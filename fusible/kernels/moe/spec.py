@@ -48,6 +48,20 @@ class RouteSpec(NamedTuple):
     """The number of groups, how many are kept, and how many of a group's best scores are summed."""
 
 
+class RouteTokensSpec(NamedTuple):
+    """A router's choice by tokens of one width and dtype, of few tokens."""
+
+    route: RouteSpec
+    dtype: str
+    vectors: int
+    """16-byte pieces of a token."""
+    bias: bool
+    """Whether the logits have one."""
+
+
+ROUTED_TOKENS = 8
+"""Tokens up to which their logits and their choice are one launch: as many warps route them."""
+
 MAX_GROUPS = 1024
 """The most experts that the router and the sort support."""
 

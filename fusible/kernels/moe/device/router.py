@@ -8,11 +8,13 @@ wins. Lane j keeps the j-th choice.
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
+from cutlass.memory import SmemAllocator
 
 from fusible.kernels.device import bits
 from fusible.kernels.device.dependent_launch import has_pdl, wait
 
 WARPS = 8
+TOGETHER = 4  # tokens whose logits a CTA has in work
 
 
 def _order(value):
@@ -129,17 +131,18 @@ def _place(tokens):
     return token, token < tokens, cute.arch.lane_idx()
 
 
-@cute.kernel
-def _route(
+@cute.jit
+def _route_token(
     logits: Int64,
     expert_bias: Int64,
     probs: Int64,
     ids: Int64,
-    tokens: Int32,
+    token: Int32,
+    exists: Boolean,
     spec: cutlass.Constexpr,
 ):
-    wait()
-    token, exists, lane = _place(tokens)
+    """A warp chooses a token's experts."""
+    lane = cute.arch.lane_idx()
     values, valid = _token_logits(logits, token, exists, lane, spec)
     ranked = values
     if cutlass.const_expr(spec.biased or spec.groups[0] > 1):
@@ -162,6 +165,94 @@ def _route(
     at = Int64(token) * spec.top_k + lane
     bits.store(probs + at * 4, [bits.to_bits(weight)], Int32(chosen))
     bits.store(ids + at * 8, [Uint32(chosen_id), Uint32(0)], Int32(chosen))
+
+
+@cute.kernel
+def _route(
+    logits: Int64,
+    expert_bias: Int64,
+    probs: Int64,
+    ids: Int64,
+    tokens: Int32,
+    spec: cutlass.Constexpr,
+):
+    wait()
+    token, exists, _ = _place(tokens)
+    _route_token(logits, expert_bias, probs, ids, token, exists, spec)
+
+
+def _dots(x, row, places, first, tokens, spec):
+    """A thread's parts of the products of `TOGETHER` tokens, from ``first`` on, with a weight row.
+
+    ``places``: the 16-byte pieces of a row that the thread reads.
+    """
+    sums = [Float32(0)] * TOGETHER
+    for place in places:
+        inside = Boolean(place < spec.vectors)
+        factors = bits.unpack(bits.load(row + place * 16, Int32(inside), 4, True), spec.dtype)
+        for j in range(TOGETHER):
+            there = inside & (first + j < tokens)
+            at = x + (Int64(first + j) * spec.vectors + place) * 16
+            values = bits.unpack(bits.load(at, Int32(there), 4, True), spec.dtype)
+            for value, factor in zip(values, factors, strict=True):
+                sums[j] = sums[j] + value * factor
+    return sums
+
+
+@cute.kernel
+def _route_tokens(
+    x: Int64,
+    weight: Int64,
+    bias: Int64,
+    expert_bias: Int64,
+    logits: Int64,
+    probs: Int64,
+    ids: Int64,
+    counter: Int64,
+    tokens: Int32,
+    spec: cutlass.Constexpr,
+):
+    """A CTA computes an expert's logits; the last one to end that chooses the tokens' experts.
+
+    ``counter`` is 0 before and after.
+    """
+    thread, _, _ = cute.arch.thread_idx()
+    expert, _, _ = cute.arch.block_idx()
+    warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
+    experts, vectors = spec.route.experts, spec.vectors
+    shared = SmemAllocator()
+    parts = shared.allocate_tensor(Float32, cute.make_layout((WARPS, TOGETHER)))
+    arrived = shared.allocate_tensor(Int32, cute.make_layout(1))
+    places = [i * 32 * WARPS + thread for i in range(-(-vectors // (32 * WARPS)))]
+    row = weight + Int64(expert) * vectors * 16
+    for i in cutlass.range_constexpr(len(places)):
+        if (places[i] < vectors) & (thread % 8 == 0):
+            bits.prefetch(row + places[i] * 16)
+    wait()
+    for first in cutlass.range(0, tokens, TOGETHER, unroll=1):
+        sums = _dots(x, row, places, first, tokens, spec)
+        for j in cutlass.range_constexpr(TOGETHER):
+            total = _sum(sums[j])
+            if lane == 0:
+                parts[warp, j] = total
+        cute.arch.sync_threads()
+        if (thread < TOGETHER) & (first + thread < tokens):
+            total = Float32(0)
+            if cutlass.const_expr(spec.bias):
+                total = bits.load_number(bias, expert, True, "f32")
+            for i in cutlass.range_constexpr(WARPS):
+                total = total + parts[i, thread]
+            at = logits + (Int64(first + thread) * experts + expert) * 4
+            bits.store(at, [bits.to_bits(total)], 1)
+        cute.arch.sync_threads()
+    counts = bits.vector(counter, Int32, 1)
+    if thread == 0:
+        arrived[0] = cute.arch.atomic_add(counts.iterator, Int32(1), sem="acq_rel", scope="gpu")
+    cute.arch.sync_threads()
+    if arrived[0] == experts - 1:
+        if thread == 0:
+            counts[0] = Int32(0)
+        _route_token(logits, expert_bias, probs, ids, warp, warp < tokens, spec.route)
 
 
 @cute.kernel
@@ -224,6 +315,31 @@ def route(
         stream=stream,
         use_pdl=has_pdl(),
     )
+
+
+@cute.jit
+def route_tokens(
+    x: Int64,
+    weight: Int64,
+    bias: Int64,
+    expert_bias: Int64,
+    logits: Int64,
+    probs: Int64,
+    ids: Int64,
+    counter: Int64,
+    tokens: Int32,
+    stream,
+    spec: cutlass.Constexpr,
+):
+    """Launch: addresses of contiguous tensors, as in ``definitions.route_tokens``."""
+    _route_tokens(
+        x, weight, bias, expert_bias, logits, probs, ids, counter, tokens, spec
+    ).launch(
+        grid=[spec.route.experts, 1, 1],
+        block=[32 * WARPS, 1, 1],
+        stream=stream,
+        use_pdl=has_pdl(),
+    )  # fmt: skip
 
 
 @cute.jit
