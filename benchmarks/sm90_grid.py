@@ -1,6 +1,7 @@
 """Every tile of the Hopper kernels over a grid of shapes, against PyTorch and quack in its tiles.
 
     python benchmarks/sm90_grid.py [--seconds N] [--shape NAME ...] [--quack N] [--out FILE]
+                                     [--most-rows N]
     python benchmarks/sm90_grid.py --drawn FIRST LAST [...]
     python benchmarks/sm90_grid.py --fp8 [...]
     python benchmarks/sm90_grid.py --fit FILE ...
@@ -142,6 +143,11 @@ def drawn_shapes(count: int) -> list[Shape]:
     return found
 
 
+def rows_of_a_group(shape: Shape) -> float:
+    """Of those that have any, on average, if as many have as can."""
+    return shape.rows / min(shape.rows, shape.experts)
+
+
 OPS = {
     "glu_keep": "glu",
     "fc2": "store",
@@ -206,6 +212,8 @@ def chosen(op: str, shape: Shape, sms: int = 132) -> Tile:
 
 # Rows and columns, ping-pong (p) or cooperating (c), clusters; d: drawn from a counter.
 _GRID = {
+    "16x64p": ("11", "11d"),
+    "16x128p": ("11", "11d"),
     "64x64p": ("11", "12", "12d"),
     "64x128p": ("11", "12", "12d"),
     "64x256p": ("12", "12d"),
@@ -763,6 +771,7 @@ def main() -> None:
     parser.add_argument("--quack", type=int, default=12, help="how many of quack's tiles")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--drawn", type=int, nargs=2, help="shapes drawn at random")
+    parser.add_argument("--most-rows", type=float, default=math.inf, help="of a group on average")
     parser.add_argument("--fp8", action="store_true", help="products of FP8 operands")
     parser.add_argument("--fit", type=Path, nargs="*", help="JSON files to fit the model to")
     parser.add_argument("--steps", type=int, default=1500, help="of --fit")
@@ -807,7 +816,7 @@ def main() -> None:
     if options.drawn:
         first, last = options.drawn
         shapes = drawn_shapes(last)[first:]
-    for shape in shapes:
+    for shape in filter(lambda shape: rows_of_a_group(shape) <= options.most_rows, shapes):
         if time.monotonic() - begin > options.seconds:
             break
         measured["cells"] += measure_shape(shape, options.fp8, wrong, quack, flush)

@@ -18,6 +18,9 @@ _BARRIER_BYTES = 1024
 class Tile(NamedTuple):
     """The output tile of one thread block, and how its two consumer warpgroups share the work.
 
+    A tile of 16 rows takes the time of one of 64 in the tensor cores, and a fourth of its shared
+    memory and loads of operand A: for groups of few rows, whose weights are what is read.
+
     Cooperating, each computes half of the rows of one tile; in ping-pong, they compute whole tiles
     in turn, and the epilogue of one overlaps the matrix products of the other. A cluster of
     ``cluster_m`` x ``cluster_n`` blocks loads what its tiles share once.
@@ -38,8 +41,8 @@ class Tile(NamedTuple):
 
     @property
     def slabs(self) -> int:
-        """Slabs of 64 rows of a tile that a warpgroup computes."""
-        return self.m // (WARPGROUP_ROWS * self.warpgroups)
+        """Slabs of 64 rows of a tile that a warpgroup computes; one of a tile of fewer rows."""
+        return -(-self.m // (WARPGROUP_ROWS * self.warpgroups))
 
     def width(self, kind: str) -> int:
         """Output columns; of a gated activation, those of the activation."""
@@ -179,11 +182,13 @@ class Spec(NamedTuple):
 
     @property
     def stored_rows(self) -> int:
-        """Rows of a block that one store writes: what a warp holds (wgrad), or all.
+        """Rows of a block that one store writes: what a warp holds, or all.
 
-        Stores of few rows begin earlier, which pays where reductions are short, but are more.
+        What a warp holds of tiles that have no more rows, and in weight gradients: stores of few
+        rows begin earlier, which pays where reductions are short, but are more.
         """
-        return WARP_ROWS if self.kind == "wgrad" else WARPGROUP_ROWS
+        by_warp = self.kind == "wgrad" or self.tile.m == WARP_ROWS
+        return WARP_ROWS if by_warp else WARPGROUP_ROWS
 
     @property
     def zeroes_empty_groups(self) -> bool:

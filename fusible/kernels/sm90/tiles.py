@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from fusible.kernels.sm90.limits import fits_256_columns
-from fusible.kernels.sm90.spec import Tile
+from fusible.kernels.sm90.spec import WARPGROUP_ROWS, Tile
 from fusible.recipes.formats import FP8_BLOCK
 
 _SMALL = Tile(128, 128, True, 1, 2)
@@ -19,6 +19,7 @@ _SMALL_2X1 = Tile(128, 128, True, 2, 1, dynamic=True)
 _WIDE = Tile(128, 192, True, 1, 2, dynamic=True)
 _WIDE_2X1 = Tile(128, 192, True, 2, 1, dynamic=True)
 _TALL = Tile(192, 128, True, 1, 2, dynamic=True)
+_LOWEST = Tile(16, 64), Tile(16, 128)
 _LOW = Tile(64, 64, True, 1, 1), Tile(64, 128, True, 1, 1), Tile(64, 128, True, 1, 2)
 _LOW_WIDE = Tile(64, 256, True, 1, 2, dynamic=True)
 _LARGE = tuple(
@@ -42,6 +43,8 @@ class Cost(NamedTuple):
 # By kind, every tile that may be chosen, with its fitted costs; tests compile and run each.
 TILES: dict[str, dict[Tile, Cost]] = {
     "store": {
+        _LOWEST[0]: Cost(115, 1880, 555),
+        _LOWEST[1]: Cost(156, 1470, 1620),
         _LOW[0]: Cost(258, 354, 2080),
         _LOW[1]: Cost(263, 1390, 3350),
         _LOW[2]: Cost(292, 1140, 4280),
@@ -55,6 +58,8 @@ TILES: dict[str, dict[Tile, Cost]] = {
         _LARGE[1]: Cost(453, 5600, 1190),
     },
     "glu": {
+        _LOWEST[0]: Cost(108, 2400, 956),
+        _LOWEST[1]: Cost(195, 20.2, 2780),
         _LOW[0]: Cost(186, 1150, 1600),
         _LOW[1]: Cost(225, 3080, 2310),
         _LOW[2]: Cost(202, 4080, 2960),
@@ -96,7 +101,9 @@ TILES: dict[str, dict[Tile, Cost]] = {
 }
 # Activations that are not gated take the time of gated ones.
 _GLU, _DGLU = TILES["glu"], TILES["dglu"]
-TILES["act"] = {tile: _GLU[tile] for tile in (_LOW[0], _LOW[2], _SMALL, _SMALL_DYNAMIC, _SMALL_2X1)}
+TILES["act"] = {
+    tile: _GLU[tile] for tile in (*_LOWEST, _LOW[0], _LOW[2], _SMALL, _SMALL_DYNAMIC, _SMALL_2X1)
+}
 TILES["dact"] = {
     Tile(64, 64, True, 1, 1, ahead=4): Cost(185, 2270, 1520),
     **{
@@ -198,6 +205,7 @@ class Constants(NamedTuple):
     late_dynamic: float = 0.947
     again: float = 0.0254  # share of a weight's bytes that each further tile down reads again
     memory: float = 3292  # bytes that the GPU reads or writes in a nanosecond
+    uneven: float = 1.5  # rows of a large group over the average, for tiles of fewer than 64 rows
     sharpness: float = 2.41  # exponent of the norm that joins computing and memory
 
 
@@ -223,8 +231,9 @@ def microseconds(
     ``rows / groups`` of the reduction. ``scaled``: of FP8 operands. ``cost`` is that of the tile,
     by default of the table.
 
-    All groups are taken to have the same number of rows: other sizes are not known on the host, and
-    models that averaged over some were no better. The GPU takes as many rounds of tiles as its
+    All groups are taken to have the same number of rows, or half as many more where tiles are low
+    (`Constants.uneven`): other sizes are not known on the host, and models that averaged over some
+    were no better. The GPU takes as many rounds of tiles as its
     clusters need, of which the last may not be full. Reading and writing every matrix once, and
     weights a little more often, overlaps with that. Of FP8 operands, a group's last tile is counted
     by its slabs of 64 rows that hold rows of the group; of others a model with this was no better.
@@ -241,7 +250,8 @@ def microseconds(
         across = _ceil_div(columns, height) * _ceil_div(depth, width)
         moved = 2 * groups * columns * depth + size * rows * (columns + depth)
     else:
-        down, reduction = _ceil_div(of_group, height), _ceil_div(depth, 64)
+        largest = of_group * (c.uneven if tile.m < WARPGROUP_ROWS else 1)
+        down, reduction = _ceil_div(largest, height), _ceil_div(depth, 64)
         if scaled:
             unit = height // tile.slabs
             reduction *= unit * _ceil_div(of_group, unit) / (down * height)

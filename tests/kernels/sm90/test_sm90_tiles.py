@@ -65,7 +65,9 @@ def test_every_product_gets_one_of_the_tiles(kind, rows, groups, columns, sms):
 def test_the_tile_follows_the_rows_of_a_group():
     """Low for a few rows; for those of two tiles, one that a pair of blocks fills."""
     for kind in ("store", "glu"):
-        assert chosen(kind, 8, 128, 768, 2048).m == 64
+        for rows in (8, 8 * 128):
+            assert chosen(kind, rows, 128, 768, 2048).m == 16
+        assert chosen(kind, 40 * 128, 128, 768, 2048).m == 64
         assert chosen(kind, 1024 * 64, 64, 2048, 768).m == 128
     assert chosen("store", 200 * 128, 128, 4096, 1536).cluster_m == 2
     assert chosen("store", 2048 * 128, 128, 2048, 768) == chosen("store", 10**6, 128, 2048, 768)

@@ -26,6 +26,7 @@ class BlockWriter:
         self.columns, self.ring = spec.block_columns, spec.out_blocks
         self.dtype, self.thread, self.warpgroup, self.blocks = dtype, thread, warpgroup, blocks
         self.whole = spec.stored_rows == WARPGROUP_ROWS
+        self.warps = min(spec.tile.m // WARP_ROWS, 4)  # whose rows are the tile's
         self.warp = cute.arch.make_warp_uniform(thread >> 5)
         mma = hopper.make_trivial_tiled_mma(
             dtype,
@@ -134,7 +135,8 @@ class BlockWriter:
                 self._store(stores, WARPGROUP_ROWS, Int32(0))
         else:
             cute.arch.sync_warp()
-            self._store(stores, WARP_ROWS, self.warp)
+            if self.warp < self.warps:
+                self._store(stores, WARP_ROWS, self.warp)
 
     def _store(self, stores, height, which):
         for atom, tensor, row, column, block in stores:

@@ -351,17 +351,17 @@ class GroupedGemm:
                 ],
                 128,
             ]
-            a: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_a)], 1024]
-            b: cute.struct.Align[cute.struct.MemRange[self.b_dtype, cute.cosize(layout_b)], 1024]
-            blocks: cute.struct.Align[
-                cute.struct.MemRange[self.out_dtype, cute.cosize(layout_block)], 1024
-            ]
             preact: cute.struct.Align[
                 cute.struct.MemRange[
                     self.value_dtype,
                     cute.cosize(layout_preact) if spec.preact_slots else spec.zero_bytes // 2 or 8,
                 ],
-                1024,
+                1024 if spec.preact_slots or spec.zero_bytes else 16,
+            ]
+            a: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_a)], 1024]
+            b: cute.struct.Align[cute.struct.MemRange[self.b_dtype, cute.cosize(layout_b)], 1024]
+            blocks: cute.struct.Align[
+                cute.struct.MemRange[self.out_dtype, cute.cosize(layout_block)], 1024
             ]
 
         shared = SmemAllocator().allocate(Shared)

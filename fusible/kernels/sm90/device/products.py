@@ -53,6 +53,17 @@ def operand_layout(spec, major, rows, dtype, parts=1):
     return hopper.make_smem_layout_a(_READ_AS[major], tile, dtype, spec.stages * parts)
 
 
+def _with_all_rows(spec, shared):
+    """Stages of operand A, of a tile of few rows, with as many rows as an instruction reads.
+
+    Those past the tile's are what lies behind them, the next stages. Rows do not mix in a product,
+    and the epilogue leaves those out.
+    """
+    layout = operand_layout(spec, spec.a_major, WARPGROUP_ROWS, shared.element_type).outer
+    strides = (*layout.stride[:2], shared.layout.stride[2])
+    return cute.make_tensor(shared.iterator, cute.make_layout(layout.shape, stride=strides))
+
+
 def _as_tiles(fragment, rank):
     """One instruction's fragment as ``cute.gemm`` wants it: tiled, by a single tile."""
     one = cute.make_layout(1)
@@ -83,13 +94,15 @@ def multiply(
         (WARPGROUP_ROWS, spec.mma_columns),
     )
     slice_mma = mma.get_slice(warpgroup * WARPGROUP if const_expr(warpgroups == 2) else 0)
-    shared_b = operands.b
+    shared_a, shared_b = operands.a, operands.b
+    if const_expr(tile.m < WARPGROUP_ROWS):
+        shared_a = _with_all_rows(spec, shared_a)
     if const_expr(spec.b_parts == 2):
         # The two halves of a stage lie next to each other: one operand.
         layout = operand_layout(spec, spec.b_major, tile.n, operands.b.element_type)
         shared_b = cute.make_tensor(shared_b.iterator, layout.outer)
     mma.set(wgmma.Field.ACCUMULATE, True)
-    fragment_a = mma.make_fragment_A(slice_mma.partition_A(operands.a))
+    fragment_a = mma.make_fragment_A(slice_mma.partition_A(shared_a))
     fragment_b = mma.make_fragment_B(slice_mma.partition_B(shared_b))
     accumulator = cute.make_rmem_tensor(((2, 2, tile.n // 8), tile.slabs, 1), Float32)
     epilogue = Epilogue(
