@@ -482,7 +482,8 @@ def both(
 def bandwidth(problem: Problem) -> dict[str, dict[str, float]]:
     """Milliseconds of each launch that moves rows, and its bandwidth relative to a copy's."""
     shape, x, dy = problem.shape, problem.x.detach(), problem.dy
-    logits = moe.logits(x, problem.block[0].weight.detach(), None)
+    router = x, problem.block[0].weight.detach(), None
+    logits = moe.definitions.router_logits(*router)
     probs, ids = moe.route(logits, None, shape.top_k, "softmax", True, 1.0, [1, 1, 2])
     row_map, *_ = moe.permutation(ids, shape.experts, None)
     count = ids.numel()
@@ -500,7 +501,7 @@ def bandwidth(problem: Problem) -> dict[str, dict[str, float]]:
             lambda: moe.route_backward(probs, logits, ids, "softmax", True, 1.0),
             0,
         ),
-        "logits": (lambda: moe.logits(x, problem.block[0].weight.detach(), None), 0),
+        "logits": (lambda: moe.definitions.router_logits(*router), 0),
         "dispatch forward": (
             lambda: moe.scatter_rows(x, row_map, probs, count, False),
             few + many,

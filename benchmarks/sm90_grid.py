@@ -1,7 +1,6 @@
 """Every tile of the Hopper kernels over a grid of shapes, against PyTorch and quack in its tiles.
 
     python benchmarks/sm90_grid.py [--seconds N] [--shape NAME ...] [--quack N] [--out FILE]
-                                     [--most-rows N]
     python benchmarks/sm90_grid.py --drawn FIRST LAST [...]
     python benchmarks/sm90_grid.py --fp8 [...]
     python benchmarks/sm90_grid.py --fit FILE ...
@@ -14,6 +13,8 @@ each shape; a summary comes last. Stops after ``--seconds``, compilation include
 
 ``--fp8`` measures products of FP8 operands, quantized beforehand, on the shapes of many rows; no
 peer takes part.
+
+``--most-rows`` leaves out shapes whose groups have more rows on average.
 
 ``--drawn`` measures shapes that are drawn at random instead, from FIRST to before LAST of always
 the same ones.
@@ -144,7 +145,7 @@ def drawn_shapes(count: int) -> list[Shape]:
 
 
 def rows_of_a_group(shape: Shape) -> float:
-    """Of those that have any, on average, if as many have as can."""
+    """Average rows of a group, if as many groups as possible have rows."""
     return shape.rows / min(shape.rows, shape.experts)
 
 
@@ -816,7 +817,7 @@ def main() -> None:
     if options.drawn:
         first, last = options.drawn
         shapes = drawn_shapes(last)[first:]
-    for shape in filter(lambda shape: rows_of_a_group(shape) <= options.most_rows, shapes):
+    for shape in [shape for shape in shapes if rows_of_a_group(shape) <= options.most_rows]:
         if time.monotonic() - begin > options.seconds:
             break
         measured["cells"] += measure_shape(shape, options.fp8, wrong, quack, flush)

@@ -25,8 +25,8 @@ from fusible.fuser.tracing import keeps_graph
 from fusible.kernels import grouped
 from fusible.kernels.glu import Glu
 from fusible.kernels.grouped.groups import checks_enabled
+from fusible.kernels.runtime.launch import TENSOR_TYPES
 from fusible.kernels.sm90.grouped_products import (
-    TENSOR_TYPES,
     DenseOperand,
     can_read_in_place,
     products_by_rows,

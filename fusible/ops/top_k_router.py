@@ -36,8 +36,9 @@ class TopKRouter(BasicOperation):
     of the run finds the first two by name.
 
     Logits are ``x @ weight.T + bias``, of operands in the input's dtype (autocast's; the weight's
-    if it is wider), accumulated and stored in FP32. Of equal logits the first expert is chosen, on
-    every device. What models do:
+    if it is wider), accumulated and stored in FP32. On CUDA up to 8 tokens are multiplied by
+    another kernel, so the last bits of a token's logits depend on the number of tokens. Of equal
+    logits the first expert is chosen, on every device. What models do:
 
     - Mixtral, Qwen3-MoE: softmax, the default. GPT-OSS, a softmax of the logits chosen: the same
       numbers, with ``bias=True``.
@@ -227,7 +228,7 @@ class TopKRouter(BasicOperation):
         return (given.input, wide, torch.int64, *losses)
 
     def forward_impl(self, ctx: OperationContext, input_: Tensor) -> tuple[Tensor, ...]:
-        """One product, then the choice."""
+        """The product and the choice, one launch for few tokens."""
         x, weight = self._operands(ctx, values(input_))
         bias = ctx.parameters[1] if len(ctx.parameters) > 1 else None
         logits, probs, ids = moe.route_tokens(
@@ -251,10 +252,11 @@ class TopKRouter(BasicOperation):
         """Tokens ``[T, hidden_size]`` and the weight, in the dtype of the product."""
         weight = ctx.parameters[0]
         check_features(x, self.hidden_size, "TopKRouter")
-        if weight.shape != (self.num_experts, self.hidden_size):
-            shape = self.num_experts, self.hidden_size
-            raise wrong_shape("weight", weight, shape, "TopKRouter")
-        check_device(x, weight, "TopKRouter")
+        shapes = {"weight": (self.num_experts, self.hidden_size), "bias": (self.num_experts,)}
+        for parameter, (name, shape) in zip(ctx.parameters, shapes.items(), strict=False):
+            if parameter.shape != shape:
+                raise wrong_shape(name, parameter, shape, "TopKRouter")
+            check_device(x, parameter, "TopKRouter")
         check_dtype(x, "input", "TopKRouter")
         ctx.dtype = _product_dtype(x.dtype, weight.dtype, ctx.autocast_dtype)
         return cast(x.reshape(-1, self.hidden_size), ctx.dtype), cast(weight, ctx.dtype)

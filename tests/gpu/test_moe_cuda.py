@@ -14,7 +14,7 @@ from fusible.kernels import grouped, moe
 from fusible.kernels.moe import cuda as kernels
 from fusible.kernels.moe import definitions
 from fusible.kernels.moe.peers import PeerRows
-from fusible.kernels.moe.spec import ROUTED_TOKENS, SortSpec
+from fusible.kernels.moe.spec import FUSED_ROUTER_TOKENS, SortSpec
 
 pytestmark = pytest.mark.gpu
 
@@ -314,9 +314,9 @@ def test_few_tokens_are_routed_in_one_launch(hidden, experts, k, function, group
     weight = (torch.randn(experts, hidden) / hidden**0.5).to("cuda", dtype)
     biases = [None, None]
     if biased:
-        biases = [torch.randn(experts, device="cuda"), torch.randn(experts, device="cuda") / 10]
+        biases = [torch.randn(experts).to("cuda", dtype), torch.randn(experts, device="cuda") / 10]
     choice = k, function, True, 2.5, groups
-    for tokens in range(1, ROUTED_TOKENS + 2):
+    for tokens in range(1, FUSED_ROUTER_TOKENS + 2):
         x = torch.randn(tokens, hidden).to("cuda", dtype)
         x = x.T.contiguous().T if tokens == 3 else x
         moe.route_tokens(x, weight, *biases, *choice)
@@ -325,7 +325,8 @@ def test_few_tokens_are_routed_in_one_launch(hidden, experts, k, function, group
         )
         # A copy of tokens that are not contiguous; above the bound PyTorch's product comes first.
         names = [name for name in names if "Fill" not in name]  # that of the poison
-        assert (len(names) == 1) == (tokens <= ROUTED_TOKENS and x.is_contiguous()), names
+        assert any("route_tokens" in name for name in names) == (tokens <= FUSED_ROUTER_TOKENS)
+        assert (len(names) == 1) == (tokens <= FUSED_ROUTER_TOKENS and x.is_contiguous()), names
         exact = x.double() @ weight.double().T + (biases[0].double() if biased else 0)
         torch.testing.assert_close(logits.double(), exact, rtol=1e-5, atol=1e-5)
         want = moe.route(logits, biases[1], *choice)
@@ -349,10 +350,11 @@ def test_a_router_of_few_tokens_in_graphs_and_streams():
     streams = [torch.cuda.Stream() for _ in range(2)]
     torch.cuda.synchronize()
     for _ in range(10):
+        outputs = []
         for stream, (graph, _) in zip(streams, graphs, strict=True):
             with torch.cuda.stream(stream):
                 graph.replay()
-                outputs = many()
+                outputs += many()
     torch.cuda.synchronize()
     for found in (*outputs, *graphs[0][1], *graphs[1][1]):
         assert all(map(torch.equal, found, want))

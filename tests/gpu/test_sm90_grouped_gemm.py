@@ -130,6 +130,24 @@ def gated_tiles(interleave, how="k", bias=False):
     return [tile for tile in choices if tiles.supports_tile("glu", tile, major, interleave, bias)]
 
 
+@pytest.mark.parametrize("n", [64, 128])
+def test_rows_of_a_low_tile_do_not_mix(n):
+    """Those past its 16 are read, too, whatever they hold: the bits are those of a tile of 64."""
+    sizes = (3, 16, 0, 17, 1, 40)
+    ends, x = ends_of(sizes), rows(sizes, 5, 256)
+    w1, w2 = random(len(sizes), 256, 256), random(len(sizes), 256, 128)
+    x[3:19], w1[3], w2[3] = math.nan, math.inf, math.nan
+    found = []
+    for tile in (spec.Tile(16, n), spec.Tile(64, n)):
+        with in_tile(tile):
+            kept, act = ops.grouped_glu(x, [w1], ends, None, Glu("swiglu"), None, True)
+            found.append((kept, act, ops.grouped_mm(act, [w2], ends)))
+    for low, high in zip(*found, strict=True):
+        for e, part in groups(sizes):
+            assert torch.equal(low[part], high[part]) != (e in (1, 3))
+            assert low[part].isfinite().all() == (e not in (1, 3))
+
+
 # A tile of each width that an activation's backward may get.
 WIDTHS_OF_DGLU = list({tile.n: tile for tile in tiles.TILES["dglu"]}.values())
 WIDTHS_OF_DACT = list({tile.n: tile for tile in tiles.TILES["dact"]}.values())

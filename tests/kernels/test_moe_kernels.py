@@ -41,11 +41,11 @@ KERNELS = [
     ("moe.router.route", RouteSpec(256, 8, True, True, 2.5, biased=True, groups=(8, 4, 2))),
     (
         "moe.router.route_tokens",
-        RouteTokensSpec(RouteSpec(128, 8, False, True, 1.0), "bf16", 256, bias=False),
+        RouteTokensSpec(RouteSpec(128, 8, False, True, 1.0), "bf16", 256),
     ),
     (
         "moe.router.route_tokens",
-        RouteTokensSpec(RouteSpec(60, 4, True, False, 1.0), "f16", 5, bias=True),
+        RouteTokensSpec(RouteSpec(60, 4, True, False, 1.0), "f16", 5, "bf16"),
     ),
     (
         "moe.router.route_tokens",
@@ -53,7 +53,7 @@ KERNELS = [
             RouteSpec(256, 8, True, True, 2.5, biased=True, groups=(8, 4, 2)),
             "f32",
             1792,
-            bias=True,
+            "f32",
         ),
     ),
     ("moe.router.route_backward", RouteSpec(128, 8, False, True, 1.0)),

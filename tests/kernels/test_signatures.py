@@ -124,14 +124,19 @@ def test_gradients_of_biases(index, called):
     assert len(called) == 3
 
 
-def test_rows_that_are_moved(called):
+def test_rows_that_are_moved(called, monkeypatch):
     x, logits = torch.zeros(64, COLUMNS).bfloat16(), torch.zeros(64, 8)
     ids, probs = torch.zeros(64, 2, dtype=torch.int64), torch.ones(64, 2)
     probs_of = moe_cuda.route(logits, None, 2, "softmax", True, 1.0, [1, 1, 1])
     row_map, *_ = moe_cuda.permutation(ids, 8, None)
     row_map = row_map.zero_()
+    monkeypatch.setattr(moe_cuda, "zero_counter", lambda *_: 0)
+    weight, bias = torch.zeros(8, COLUMNS).bfloat16(), torch.zeros(8).bfloat16()
+    choice = 2, "softmax", True, 1.0, [1, 1, 1]
     results = [
         probs_of,
+        moe_cuda.route_tokens(x[:8], weight, bias, None, *choice),
+        moe_cuda.route_tokens(x[:1], weight, None, bias, *choice),
         moe_cuda.route_backward(probs, logits, ids, "softmax", True, 1.0),
         moe_cuda.row_sources(row_map, probs, 128),
         moe_cuda.scatter_rows(x, row_map, probs, 128, True),
@@ -140,4 +145,25 @@ def test_rows_that_are_moved(called):
         moe_cuda.row_dots(torch.zeros(128, COLUMNS).bfloat16(), x, row_map, False),
     ]
     assert not any(result is NotImplemented for result in results)
-    assert len(called) == 8
+    assert len(called) == 10
+
+
+@pytest.mark.parametrize(
+    "case", ["tokens", "features", "dtype", "weight", "experts", "top_k", "bias", "subclass"]
+)
+def test_a_router_that_is_not_one_launch(case, called):
+    """PyTorch's product comes first, or says what is wrong."""
+    tokens, features, experts, top_k, dtype = 8, 64, 40, 4, torch.bfloat16
+    tokens = 9 if case == "tokens" else tokens
+    features = 60 if case == "features" else features
+    experts = 1025 if case == "experts" else experts
+    top_k = 33 if case == "top_k" else top_k
+    x = torch.zeros(tokens, features, dtype=torch.float64 if case == "dtype" else dtype)
+    weight = torch.zeros(experts, features, dtype=torch.float16 if case == "weight" else x.dtype)
+    bias = torch.zeros(experts - (case == "bias"))
+    if case == "subclass":
+        weight = weight.as_subclass(type("Wrapped", (torch.Tensor,), {}))
+    choice = top_k, "softmax", True, 1.0, [1, 1, 1]
+    result = moe_cuda.route_tokens(x, weight, bias, None, *choice)
+    assert result is NotImplemented
+    assert not called

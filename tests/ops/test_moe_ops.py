@@ -866,3 +866,15 @@ def test_a_backward_inside_hooks_of_saved_tensors():
     for want, got in zip(*grads, strict=True):
         assert torch.equal(got, want)
         assert want.any()
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_router_refuses_replaced_parameters(name):
+    router, x = fz.TopKRouter(8, 4, 2, bias=True), torch.randn(3, 8)
+    own = getattr(router, name)
+    for replaced, why in (
+        (own[:1], f"{name} of TopKRouter must have shape"),
+        (own.to("meta"), "input and parameters of TopKRouter must be on one device"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            torch.func.functional_call(router, {name: replaced.detach()}, (x,))

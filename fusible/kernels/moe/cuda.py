@@ -1,7 +1,7 @@
 """CUDA implementations of the ops that route tokens and move rows, and their outputs.
 
 For arguments that the kernels do not support the functions return NotImplemented, and the
-definitions run, with the same bits except in dot products and scores.
+definitions run, with the same bits except in dot products, logits and scores.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from fusible.kernels.moe.peers import PeerRows
 from fusible.kernels.moe.spec import (
     BYTES,
     FEW_TOKENS,
+    FUSED_ROUTER_TOKENS,
     MAX_GROUPS,
-    ROUTED_TOKENS,
     PermuteSpec,
     RouteSpec,
     RouteTokensSpec,
@@ -27,8 +27,8 @@ from fusible.kernels.moe.spec import (
     SortSpec,
 )
 from fusible.kernels.runtime.gpu import MAX_INDEX, PTX_NAMES, capability, runs_kernels
-from fusible.kernels.runtime.launch import aligned, launch
-from fusible.kernels.runtime.workspaces import tile_counter
+from fusible.kernels.runtime.launch import TENSOR_TYPES, aligned, launch
+from fusible.kernels.runtime.workspaces import zero_counter
 
 _CLUSTER = 8  # CTAs: the largest size that every GPU with clusters supports
 _MAX_TOP_K = 32
@@ -261,12 +261,15 @@ def _contiguous(t: Tensor | None) -> Tensor | None:
     return None if t is None else t.contiguous()
 
 
-def _routes(logits: Tensor, top_k: int, groups: int = 1) -> bool:
-    """Whether the router's kernels support the logits."""
-    tokens, experts = logits.shape
+def _routes(tokens: int, experts: int, device: torch.device, top_k: int, groups: int = 1) -> bool:
+    """Whether the router's kernels support FP32 logits ``[tokens, experts]``."""
     fits = experts <= MAX_GROUPS and top_k <= _MAX_TOP_K and groups <= 32
-    fits = fits and logits.dtype == torch.float32 and 0 < tokens * max(experts, 32) < MAX_INDEX
-    return fits and runs_kernels(logits.device, _MIN_SM)
+    return fits and 0 < tokens * max(experts, 32) < MAX_INDEX and runs_kernels(device, _MIN_SM)
+
+
+def _routes_by(logits: Tensor, *options: int) -> bool:
+    tokens, experts = logits.shape
+    return logits.dtype == torch.float32 and _routes(tokens, experts, logits.device, *options)
 
 
 def route_outputs(logits: Tensor, expert_bias: Any, top_k: int, *_: Any) -> tuple[Tensor, Tensor]:
@@ -279,7 +282,7 @@ def route(
     logits: Tensor, expert_bias: Tensor | None, top_k: int, *options: Any
 ) -> tuple[Tensor, Tensor] | NotImplementedType:
     """`definitions.route`."""
-    if not _routes(logits, top_k, options[-1][0]):
+    if not _routes_by(logits, top_k, options[-1][0]):
         return NotImplemented
     tokens, experts = logits.shape
     outputs = route_outputs(logits, expert_bias, top_k)
@@ -324,24 +327,24 @@ def route_tokens(
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor] | NotImplementedType:
     """`definitions.route_tokens`, for few tokens."""
-    tokens, features = x.shape
+    (tokens, features), experts = x.shape, weight.shape[0]
     vectors, rest = divmod(features * x.itemsize, BYTES)
-    fits = tokens <= ROUTED_TOKENS and x.dtype in PTX_NAMES and rest == 0
-    if not (fits and weight.dtype == x.dtype and weight.shape[1] == features):
+    fits = tokens <= FUSED_ROUTER_TOKENS and x.dtype in PTX_NAMES and rest == 0
+    # What the product and the sum of the definition would refuse.
+    fits = fits and weight.shape == (experts, features) and weight.dtype == x.dtype
+    fits = fits and (bias is None or (bias.shape == (experts,) and bias.dtype in PTX_NAMES))
+    for t in (weight, *([] if bias is None else [bias])):
+        fits = fits and type(t) in TENSOR_TYPES and t.device == x.device
+    if not (fits and _routes(tokens, experts, x.device, top_k, options[-1][0])):
         return NotImplemented
     outputs = route_tokens_outputs(x, weight, bias, expert_bias, top_k)
-    if not _routes(outputs[0], top_k, options[-1][0]):
-        return NotImplemented
-    biases = [_float(bias), _float(expert_bias)]
-    spec = RouteTokensSpec(
-        _route_spec(weight.shape[0], expert_bias, top_k, *options),
-        PTX_NAMES[x.dtype],
-        vectors,
-        bias is not None,
-    )
-    counter = tile_counter(x.device.index, torch._C._cuda_getCurrentRawStream(x.device.index))
-    arguments = aligned(x), aligned(weight), *biases, *outputs, counter, tokens
-    launch("moe.router.route_tokens", (spec,), x.device, *arguments)
+    inputs = aligned(x), aligned(weight), _contiguous(bias), _float(expert_bias)
+    of_bias = "" if bias is None else PTX_NAMES[bias.dtype]
+    route_spec = _route_spec(experts, expert_bias, top_k, *options)
+    spec = RouteTokensSpec(route_spec, PTX_NAMES[x.dtype], vectors, of_bias)
+    # Last: while a graph is captured, it may be memory that the next tensor gets.
+    counter = zero_counter(x.device.index, torch._C._cuda_getCurrentRawStream(x.device.index))
+    launch("moe.router.route_tokens", (spec,), x.device, *inputs, *outputs, counter, tokens)
     return outputs
 
 
@@ -351,7 +354,7 @@ def route_backward(
     """`formulas.router_probs_backward`."""
     score_function, normalize, scaling_factor = options
     top_k = ids.shape[1]
-    if not _routes(logits, top_k):
+    if not _routes_by(logits, top_k):
         return NotImplemented
     dprobs, logits = dprobs.float().contiguous(), logits.contiguous()
     dlogits = torch.empty_like(logits)

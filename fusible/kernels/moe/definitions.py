@@ -176,7 +176,7 @@ def route(
     return probs, ids
 
 
-def logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``x @ weight.T + bias`` of operands of one dtype, accumulated and kept in FP32 (FP64)."""
     wide = math_dtype(x.dtype)
     if x.device.type == "cuda" and x.dtype != wide:
@@ -201,8 +201,8 @@ def route_tokens(
     """The logits ``[T, E]`` of tokens ``x`` ``[T, H]``, and what `route` chooses by them.
 
     ``weight`` is ``[E, H]``, ``bias`` ``[E]``; logits are accumulated and kept in FP32 (FP64).
-    ``choose``, which a direct call takes, is `route`.
+    ``choose`` is an implementation of `route`.
     """
-    scores = logits(x, weight, bias)
+    logits = router_logits(x, weight, bias)
     choice = top_k, score_function, normalize, scaling_factor, groups
-    return scores, *choose(scores, expert_bias, *choice)
+    return logits, *choose(logits, expert_bias, *choice)

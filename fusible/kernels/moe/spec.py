@@ -49,18 +49,20 @@ class RouteSpec(NamedTuple):
 
 
 class RouteTokensSpec(NamedTuple):
-    """A router's choice by tokens of one width and dtype, of few tokens."""
+    """A router's product and choice for few tokens, of one width and dtype."""
 
     route: RouteSpec
     dtype: str
     vectors: int
     """16-byte pieces of a token."""
-    bias: bool
-    """Whether the logits have one."""
+    bias: str = ""
+    """Dtype of the bias of the logits; empty: none."""
 
 
-ROUTED_TOKENS = 8
-"""Tokens up to which their logits and their choice are one launch: as many warps route them."""
+ROUTER_WARPS = 8  # of a CTA
+
+FUSED_ROUTER_TOKENS = ROUTER_WARPS
+"""The most tokens whose logits and choice are one launch: each has a warp."""
 
 MAX_GROUPS = 1024
 """The most experts that the router and the sort support."""

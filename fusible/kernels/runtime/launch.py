@@ -18,6 +18,7 @@ from torch import Tensor
 from fusible.kernels.runtime.cache import load_or_compile
 from fusible.kernels.runtime.gpu import architecture
 
+TENSOR_TYPES = (Tensor, torch.nn.Parameter)  # the memory of a subclass may not hold its values
 _NUMBERS = int, float
 _ALIGNMENT_BYTES = 16  # of addresses: the widest load of a thread
 

@@ -1,4 +1,4 @@
-"""Device memory that launches share: tables of pointers and the counters of tile schedulers."""
+"""Device memory that launches share: tables of pointers, and counters."""
 
 import threading
 from collections import OrderedDict
@@ -23,8 +23,8 @@ _stream_counters: dict[tuple[int, int], torch.Tensor] = {}
 _capture_counters: dict[int, tuple[torch.Tensor, Iterator[int]]] = {}  # one a device
 
 
-def tile_counter(index: int, stream: int) -> int:
-    """Address of two zero integers for a kernel's `TileQueue`, which leaves them zero.
+def zero_counter(index: int, stream: int) -> int:
+    """Address of two int32, zero before and after each launch that counts there.
 
     Kernels of one stream follow each other and share theirs. A captured launch gets its own: its
     graph may be replayed concurrently with any other.

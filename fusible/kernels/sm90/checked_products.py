@@ -16,9 +16,9 @@ from torch import Tensor
 
 from fusible.activations import ACTIVATIONS, GATED
 from fusible.kernels.glu import Glu
-from fusible.kernels.runtime.launch import aligned
+from fusible.kernels.runtime.launch import TENSOR_TYPES, aligned
 from fusible.kernels.sm90 import limits, tiles
-from fusible.kernels.sm90.grouped_products import TENSOR_TYPES, WeightProducts, cached_products
+from fusible.kernels.sm90.grouped_products import WeightProducts, cached_products
 from fusible.kernels.sm90.launch import NO_SCALES, launch_group_ends
 from fusible.kernels.sm90.operands import (
     Matrices,

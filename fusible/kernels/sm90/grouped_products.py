@@ -15,6 +15,7 @@ from torch import Tensor
 from fusible.formulas import cast
 from fusible.kernels.glu import Glu
 from fusible.kernels.runtime.gpu import multiprocessors
+from fusible.kernels.runtime.launch import TENSOR_TYPES
 from fusible.kernels.sm90 import limits, tiles
 from fusible.kernels.sm90.launch import (
     NO_SCALES,
@@ -357,9 +358,6 @@ def sum_up(partials: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
 
 
 # --- products of given operands -------------------------------------------------------------------
-
-TENSOR_TYPES = (Tensor, torch.nn.Parameter)  # the memory of a subclass may not hold its values
-
 
 DenseOperand = tuple[Sequence[Tensor], tuple[int, ...], int]
 """An operand in one piece of memory: the tensors, the shape of each, and how many bytes after one

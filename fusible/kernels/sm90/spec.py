@@ -18,12 +18,13 @@ _BARRIER_BYTES = 1024
 class Tile(NamedTuple):
     """The output tile of one thread block, and how its two consumer warpgroups share the work.
 
-    A tile of 16 rows takes the time of one of 64 in the tensor cores, and a fourth of its shared
-    memory and loads of operand A: for groups of few rows, whose weights are what is read.
-
     Cooperating, each computes half of the rows of one tile; in ping-pong, they compute whole tiles
     in turn, and the epilogue of one overlaps the matrix products of the other. A cluster of
     ``cluster_m`` x ``cluster_n`` blocks loads what its tiles share once.
+
+    A WGMMA instruction multiplies 64 rows. A tile of 16 takes as long as one of 64, but loads a
+    fourth of operand A, which leaves shared memory to more stages of weights: for groups of few
+    rows.
     """
 
     m: int
@@ -41,7 +42,7 @@ class Tile(NamedTuple):
 
     @property
     def slabs(self) -> int:
-        """Slabs of 64 rows of a tile that a warpgroup computes; one of a tile of fewer rows."""
+        """Slabs of 64 rows of a tile that a warpgroup computes; 1 if the tile has 16 rows."""
         return -(-self.m // (WARPGROUP_ROWS * self.warpgroups))
 
     def width(self, kind: str) -> int:
@@ -182,10 +183,10 @@ class Spec(NamedTuple):
 
     @property
     def stored_rows(self) -> int:
-        """Rows of a block that one store writes: what a warp holds, or all.
+        """Rows of a block that one store writes: 64, or the 16 of a warp.
 
-        What a warp holds of tiles that have no more rows, and in weight gradients: stores of few
-        rows begin earlier, which pays where reductions are short, but are more.
+        16 where the tile has no more, and in weight gradients: stores of few rows begin earlier,
+        which pays where reductions are short, but are more.
         """
         by_warp = self.kind == "wgrad" or self.tile.m == WARP_ROWS
         return WARP_ROWS if by_warp else WARPGROUP_ROWS

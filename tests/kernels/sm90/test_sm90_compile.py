@@ -253,3 +253,22 @@ def test_the_activations_backward_takes_turns(kind):
     spec = Spec(kind, Tile(128, 128, pingpong=False, cluster_n=2), activation="swiglu")
     with pytest.raises(ValueError, match=r"must be ping-pong, .* got 128x128co12; pass pingpong"):
         compile_kernel(GEMM, (spec,))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        Spec("store", Tile(32, 64)),
+        Spec("store", Tile(64, 128, pingpong=False)),
+        Spec("store", Tile(16, 128, pingpong=False)),
+        Spec("wgrad", Tile(16, 128)),
+        Spec("dglu", Tile(16, 128), activation="swiglu"),
+        Spec("store", Tile(16, 128), dtype="float8_e4m3fn", scaling="blocks"),
+        Spec("glu", Tile(16, 256), activation="swiglu", out_format=fp8_block()),
+    ],
+    ids=str,
+)
+def test_the_rows_of_a_tile_are_those_of_instructions_or_16(spec):
+    """Other rows would be stored over the next tile's."""
+    with pytest.raises(ValueError, match=r"must have a multiple of 64 rows .* pass other rows"):
+        compile_kernel(GEMM, (spec,))

@@ -63,7 +63,7 @@ def test_every_product_gets_one_of_the_tiles(kind, rows, groups, columns, sms):
 
 
 def test_the_tile_follows_the_rows_of_a_group():
-    """Low for a few rows; for those of two tiles, one that a pair of blocks fills."""
+    """16 rows for groups of up to 8, 64 for 40; for two tiles one that a pair of blocks fills."""
     for kind in ("store", "glu"):
         for rows in (8, 8 * 128):
             assert chosen(kind, rows, 128, 768, 2048).m == 16
@@ -130,3 +130,9 @@ def test_fp8_products_of_256_columns_have_no_bias_and_no_situglu(rows):
         assert chosen(kind, *sizes, bias=True, scaled=True).n <= 192
     assert chosen("glu", *sizes, activation="situglu", scaled=True).n <= 192
     assert chosen("glu", *sizes, activation="swiglu", scaled=True).n == 256
+
+
+def test_the_model_can_be_fitted(capsys):
+    cells = json.loads((RESULTS / "sm90_grid.json").read_text())["cells"]
+    sm90_grid.fit(cells[:40], 1)
+    assert "Cost" in capsys.readouterr().out

@@ -4,6 +4,9 @@
 A warp owns a token, and a lane every 32nd logit of it, in registers. Numbers are compared as
 integers of the same order (NaN the largest, as sorting has it), so that of equals the first expert
 wins. Lane j keeps the j-th choice.
+
+`route_tokens` computes the logits first: a CTA those of one expert. The CTA that finishes last
+chooses for all tokens.
 """
 
 import cutlass
@@ -12,9 +15,9 @@ from cutlass.memory import SmemAllocator
 
 from fusible.kernels.device import bits
 from fusible.kernels.device.dependent_launch import has_pdl, wait
+from fusible.kernels.moe.spec import ROUTER_WARPS as WARPS
 
-WARPS = 8
-TOGETHER = 4  # tokens whose logits a CTA has in work
+TOKENS_AT_ONCE = 4  # that a CTA multiplies by its row of the weight, to bound registers
 
 
 def _order(value):
@@ -128,7 +131,7 @@ def _weight(logit, chosen, values, valid, spec):
 def _place(tokens):
     cta, _, _ = cute.arch.block_idx()
     token = cta * WARPS + cute.arch.warp_idx()
-    return token, token < tokens, cute.arch.lane_idx()
+    return token, token < tokens
 
 
 @cute.jit
@@ -177,20 +180,20 @@ def _route(
     spec: cutlass.Constexpr,
 ):
     wait()
-    token, exists, _ = _place(tokens)
+    token, exists = _place(tokens)
     _route_token(logits, expert_bias, probs, ids, token, exists, spec)
 
 
-def _dots(x, row, places, first, tokens, spec):
-    """A thread's parts of the products of `TOGETHER` tokens, from ``first`` on, with a weight row.
+def _partial_dots(x, row, places, first, tokens, spec):
+    """A thread's partial sums: `TOKENS_AT_ONCE` tokens, from ``first`` on, times a weight row.
 
     ``places``: the 16-byte pieces of a row that the thread reads.
     """
-    sums = [Float32(0)] * TOGETHER
+    sums = [Float32(0)] * TOKENS_AT_ONCE
     for place in places:
         inside = Boolean(place < spec.vectors)
         factors = bits.unpack(bits.load(row + place * 16, Int32(inside), 4, True), spec.dtype)
-        for j in range(TOGETHER):
+        for j in range(TOKENS_AT_ONCE):
             there = inside & (first + j < tokens)
             at = x + (Int64(first + j) * spec.vectors + place) * 16
             values = bits.unpack(bits.load(at, Int32(there), 4, True), spec.dtype)
@@ -212,7 +215,7 @@ def _route_tokens(
     tokens: Int32,
     spec: cutlass.Constexpr,
 ):
-    """A CTA computes an expert's logits; the last one to end that chooses the tokens' experts.
+    """A CTA for each expert computes its logits; the one that finishes last chooses the experts.
 
     ``counter`` is 0 before and after.
     """
@@ -221,30 +224,33 @@ def _route_tokens(
     warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
     experts, vectors = spec.route.experts, spec.vectors
     shared = SmemAllocator()
-    parts = shared.allocate_tensor(Float32, cute.make_layout((WARPS, TOGETHER)))
+    parts = shared.allocate_tensor(Float32, cute.make_layout((WARPS, TOKENS_AT_ONCE)))
     arrived = shared.allocate_tensor(Int32, cute.make_layout(1))
     places = [i * 32 * WARPS + thread for i in range(-(-vectors // (32 * WARPS)))]
     row = weight + Int64(expert) * vectors * 16
-    for i in cutlass.range_constexpr(len(places)):
-        if (places[i] < vectors) & (thread % 8 == 0):
+    for i in cutlass.range_constexpr(len(places)):  # while the kernel ahead ends
+        if places[i] < vectors:
             bits.prefetch(row + places[i] * 16)
     wait()
-    for first in cutlass.range(0, tokens, TOGETHER, unroll=1):
-        sums = _dots(x, row, places, first, tokens, spec)
-        for j in cutlass.range_constexpr(TOGETHER):
+    for first in cutlass.range(0, tokens, TOKENS_AT_ONCE, unroll=1):
+        sums = _partial_dots(x, row, places, first, tokens, spec)
+        for j in cutlass.range_constexpr(TOKENS_AT_ONCE):
             total = _sum(sums[j])
             if lane == 0:
                 parts[warp, j] = total
         cute.arch.sync_threads()
-        if (thread < TOGETHER) & (first + thread < tokens):
+        if (thread < TOKENS_AT_ONCE) & (first + thread < tokens):
             total = Float32(0)
-            if cutlass.const_expr(spec.bias):
-                total = bits.load_number(bias, expert, True, "f32")
+            if cutlass.const_expr(spec.bias != ""):
+                total = bits.load_number(bias, expert, True, spec.bias)
             for i in cutlass.range_constexpr(WARPS):
                 total = total + parts[i, thread]
             at = logits + (Int64(first + thread) * experts + expert) * 4
             bits.store(at, [bits.to_bits(total)], 1)
         cute.arch.sync_threads()
+    # Release: the barrier orders the CTA's logits before this addition. Acquire: for the CTA that
+    # counts last, it orders every CTA's logits before the loads below. The next launch that uses
+    # the counter waits until this one has ended, so a plain store resets it.
     counts = bits.vector(counter, Int32, 1)
     if thread == 0:
         arrived[0] = cute.arch.atomic_add(counts.iterator, Int32(1), sem="acq_rel", scope="gpu")
@@ -265,7 +271,7 @@ def _route_backward(
     spec: cutlass.Constexpr,
 ):
     wait()
-    token, exists, lane = _place(tokens)
+    (token, exists), lane = _place(tokens), cute.arch.lane_idx()
     chosen = Boolean(exists) & (lane < spec.top_k)
     at = Int64(token) * spec.top_k + lane
     chosen_id = Int32(bits.load(ids + at * 8, Int32(chosen), 2)[0])

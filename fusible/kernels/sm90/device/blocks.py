@@ -19,14 +19,15 @@ class BlockWriter:
     Stored in whole, a ring of ``n > 1`` blocks needs one barrier a block: the warp that stores
     waits, before the barrier of block ``i``, until the store of block ``i - n + 1`` has left shared
     memory, so that past the barrier every warp may write block ``i + 1`` over it. Stored warp by
-    warp (`Spec.stored_rows`), each waits for its own stores only. A single block is vacated first.
+    warp (`Spec.stored_rows`), each waits for its own stores only; of a tile of 16 rows the first
+    warp has all. A single block is vacated first.
     """
 
     def __init__(self, spec, dtype, out_dtype, thread, warpgroup, blocks):
         self.columns, self.ring = spec.block_columns, spec.out_blocks
         self.dtype, self.thread, self.warpgroup, self.blocks = dtype, thread, warpgroup, blocks
         self.whole = spec.stored_rows == WARPGROUP_ROWS
-        self.warps = min(spec.tile.m // WARP_ROWS, 4)  # whose rows are the tile's
+        self.has_one_warp = spec.tile.m == WARP_ROWS  # with rows of the tile, the first
         self.warp = cute.arch.make_warp_uniform(thread >> 5)
         mma = hopper.make_trivial_tiled_mma(
             dtype,
@@ -135,7 +136,10 @@ class BlockWriter:
                 self._store(stores, WARPGROUP_ROWS, Int32(0))
         else:
             cute.arch.sync_warp()
-            if self.warp < self.warps:
+            if const_expr(self.has_one_warp):
+                if self.warp == 0:
+                    self._store(stores, WARP_ROWS, Int32(0))
+            else:
                 self._store(stores, WARP_ROWS, self.warp)
 
     def _store(self, stores, height, which):

@@ -31,7 +31,7 @@ from fusible.kernels.sm90.device.parts import (
 from fusible.kernels.sm90.device.products import multiply, operand_layout
 from fusible.kernels.sm90.device.stores import fill_empty, store_gradients
 from fusible.kernels.sm90.device.tile_scheduler import BAND, TileQueue, TileScheduler
-from fusible.kernels.sm90.spec import WARPGROUP_ROWS, Spec
+from fusible.kernels.sm90.spec import FORWARD, WARP_ROWS, WARPGROUP_ROWS, Spec
 from fusible.recipes.formats import FP8_BLOCK
 
 # Registers a thread keeps: 24 + 2 * 240 fill the file for three warpgroups.
@@ -47,6 +47,14 @@ class GroupedGemm:
                 f"a tile of {spec.kind} must be ping-pong, as the warpgroups' epilogues take "
                 f"turns, got {spec.tile}; pass pingpong=True"
             )
+        if spec.tile.m % (WARPGROUP_ROWS * spec.tile.warpgroups):
+            plain = spec.kind in ("store", *FORWARD) and not spec.scaled and not spec.out_format
+            if not (plain and spec.tile.m == WARP_ROWS and spec.tile.pingpong):
+                raise ValueError(
+                    f"a tile must have a multiple of 64 rows for each warpgroup that shares it, or "
+                    f"16 in ping-pong in a forward without FP8 numbers, got {spec.tile} of "
+                    f"{spec.kind}; pass other rows"
+                )
         self.spec, self.tile = spec, spec.tile
         names = spec.dtype, spec.b_dtype or spec.dtype, spec.value_dtype, spec.out_dtype
         dtypes = [CUTLASS_DTYPES[name] for name in names]
@@ -351,6 +359,7 @@ class GroupedGemm:
                 ],
                 128,
             ]
+            # Where it is a placeholder of 16 bytes, it takes room of the barriers.
             preact: cute.struct.Align[
                 cute.struct.MemRange[
                     self.value_dtype,
@@ -359,6 +368,7 @@ class GroupedGemm:
                 1024 if spec.preact_slots or spec.zero_bytes else 16,
             ]
             a: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_a)], 1024]
+            # Behind operand A: see `_instruction_rows`.
             b: cute.struct.Align[cute.struct.MemRange[self.b_dtype, cute.cosize(layout_b)], 1024]
             blocks: cute.struct.Align[
                 cute.struct.MemRange[self.out_dtype, cute.cosize(layout_block)], 1024

@@ -53,12 +53,14 @@ def operand_layout(spec, major, rows, dtype, parts=1):
     return hopper.make_smem_layout_a(_READ_AS[major], tile, dtype, spec.stages * parts)
 
 
-def _with_all_rows(spec, shared):
-    """Stages of operand A, of a tile of few rows, with as many rows as an instruction reads.
+def _instruction_rows(spec, shared):
+    """Operand A's stages as a WGMMA instruction reads them: 64 rows, of which 16 were loaded.
 
-    Those past the tile's are what lies behind them, the next stages. Rows do not mix in a product,
-    and the epilogue leaves those out.
+    The other 48 are what follows in shared memory: the next stages, and after the last three
+    operand B, which is larger than 6 KB. They may be uninitialised, NaN, or being written by TMA: a
+    row of A reaches only its own row of the accumulator, and these rows are not stored.
     """
+    assert spec.a_major == "k"
     layout = operand_layout(spec, spec.a_major, WARPGROUP_ROWS, shared.element_type).outer
     strides = (*layout.stride[:2], shared.layout.stride[2])
     return cute.make_tensor(shared.iterator, cute.make_layout(layout.shape, stride=strides))
@@ -96,7 +98,7 @@ def multiply(
     slice_mma = mma.get_slice(warpgroup * WARPGROUP if const_expr(warpgroups == 2) else 0)
     shared_a, shared_b = operands.a, operands.b
     if const_expr(tile.m < WARPGROUP_ROWS):
-        shared_a = _with_all_rows(spec, shared_a)
+        shared_a = _instruction_rows(spec, shared_a)
     if const_expr(spec.b_parts == 2):
         # The two halves of a stage lie next to each other: one operand.
         layout = operand_layout(spec, spec.b_major, tile.n, operands.b.element_type)
