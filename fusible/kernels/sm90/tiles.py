@@ -47,7 +47,6 @@ TILES: dict[str, dict[Tile, Cost]] = {
         _ROWS_16[1]: Cost(156, 1470, 1620),
         _LOW[0]: Cost(258, 354, 2080),
         _LOW[1]: Cost(263, 1390, 3350),
-        _LOW[2]: Cost(292, 1140, 4280),
         _SMALL: Cost(392, 817, 3580),
         _SMALL_DYNAMIC: Cost(357, 235, 7220),
         _SMALL_2X1: Cost(295, 1200, 2830),
@@ -67,11 +66,9 @@ TILES: dict[str, dict[Tile, Cost]] = {
         _SMALL: Cost(347, 2300, 1600),
         _SMALL_DYNAMIC: Cost(318, 751, 3470),
         _SMALL_2X1: Cost(322, 1610, 1730),
-        _WIDE: Cost(487, 2720, 1400),
         _WIDE_2X1: Cost(420, 1560, 1120),
         _TALL._replace(dynamic=False): Cost(413, 5270, 2960),
         _TALL: Cost(386, 4490, 5150),
-        _LARGE[0]: Cost(619, 4330, 1370),
         _LARGE[1]: Cost(590, 3220, 1300),
     },
     # Shared memory goes to pre-activations where products are short, else to pipeline stages.
@@ -84,7 +81,6 @@ TILES: dict[str, dict[Tile, Cost]] = {
         _SMALL_DYNAMIC._replace(ahead=5): Cost(290, 4220, 1970),
         _SMALL_2X1: Cost(334, 1850, 6950),
         _SMALL_2X1._replace(ahead=5): Cost(307, 4510, 1880),
-        _WIDE._replace(ahead=2): Cost(500, 7020, 1540),
         _WIDE_2X1._replace(ahead=2): Cost(374, 7770, 598),
     },
     "wgrad": {
@@ -93,9 +89,7 @@ TILES: dict[str, dict[Tile, Cost]] = {
         _TALL: Cost(467, 914, 6850),
         _WIDE: Cost(464, 913, 905),
         _WIDE_2X1: Cost(459, 858, 7010),
-        _LARGE[0]: Cost(660, 1280, 1510),
         _LARGE[1]: Cost(609, 1680, 1250),
-        _LARGE[2]: Cost(653, 1350, 1510),
         _LARGE[3]: Cost(643, 1450, 1460),
     },
 }
