@@ -640,7 +640,7 @@ def report(cells: Iterable[dict]) -> None:
         print(f"  {with_chosen:.3f} {with_best:.3f}  {name}")
 
 
-def draw(cells: list[dict], gpu: str, path: Path) -> None:
+def draw(found: dict[str, Any], path: Path) -> None:
     """Heat maps, by shape and op: times of our best tile and of peers over the chosen tile's."""
     import matplotlib as mpl
 
@@ -648,6 +648,9 @@ def draw(cells: list[dict], gpu: str, path: Path) -> None:
     from matplotlib import colors
     from matplotlib import pyplot as plt
 
+    cells = found["cells"]
+    environments = [found[key] for key in found if key.startswith("environment")]
+    gpus = ", few rows ".join(one["gpu"] for one in environments)
     shapes = list(dict.fromkeys(str(Shape(*cell["shape"])) for cell in cells))
     ops = list(dict.fromkeys(cell["op"] for cell in cells))
     titles = "our best tile", "best of quack's tiles", "PyTorch"
@@ -674,7 +677,7 @@ def draw(cells: list[dict], gpu: str, path: Path) -> None:
     panels[0].set_yticks(range(len(shapes)), shapes, fontsize=7)
     figure.colorbar(drawn, ax=panels, fraction=0.02, ticks=[0.75, 1, 1.33], format="%.2f")
     figure.suptitle(
-        f"Time relative to the tile that the model chooses, {dtype}, {gpu}: above 1 it is faster"
+        f"Time relative to the tile that the model chooses, {dtype}, {gpus}: above 1 it is faster"
     )
     figure.savefig(path, dpi=90)
     plt.close(figure)
@@ -780,7 +783,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.draw:
         found = json.loads(options.draw.read_text())
-        draw(found["cells"], found["environment"]["gpu"], options.draw.with_suffix(".png"))
+        draw(found, options.draw.with_suffix(".png"))
         report(found["cells"])
         return
     if options.fit:
