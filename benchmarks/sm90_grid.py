@@ -206,7 +206,7 @@ def chosen(op: str, shape: Shape, sms: int = 132) -> Tile:
     """The tile that an op gets."""
     rows, *sizes = problem(op, shape)
     rows, major = tiles.rows_bucket(rows, shape.experts), "n" if op in ("dglu", "dgrad1") else "k"
-    return tiles.choose(KINDS[op], rows, *sizes, sms, major, scaled=op in FP8)
+    return tiles.choose(KINDS[op], rows, *sizes, sms, major, fp8=op in FP8)
 
 
 # --- tiles ----------------------------------------------------------------------------------------
@@ -287,13 +287,13 @@ def spec_of(op: str, tile: Tile) -> Spec:
     if op in ("dglu", "dgrad1"):
         spec = spec._replace(weight_major="n")
     if op in FP8:
-        e4m3, scaling = "float8_e4m3fn", "rows" if kind == "wgrad" else "blocks"
-        spec = spec._replace(dtype=e4m3, b_dtype=e4m3, scaling=scaling)
+        e4m3, scales = "float8_e4m3fn", "rows" if kind == "wgrad" else "blocks"
+        spec = spec._replace(dtype=e4m3, b_dtype=e4m3, b_scale_layout=scales)
     if kind not in ("glu", "dglu"):
         return spec
     stripe = tile.n // 2 if kind == "glu" else block_columns(kind, tile, "bfloat16")
     layout = {"stripe": stripe, "paired": True, "save_preact": op.endswith("glu_keep")}
-    return spec._replace(scale="float32", activation="swiglu", **layout)
+    return spec._replace(row_scale="float32", activation="swiglu", **layout)
 
 
 # --- compilation ----------------------------------------------------------------------------------

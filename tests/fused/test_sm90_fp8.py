@@ -212,12 +212,12 @@ def test_every_product_is_a_launch_of_fp8(stored, single, column_major, recipe):
         got = step(module, recipe, given, dy)
         with torch.no_grad():
             forward(module, given, recipe=recipe)
-    assert all(spec.scaled for spec in loaded if not isinstance(spec, str))
+    assert all(spec.is_fp8 for spec in loaded if not isinstance(spec, str))
     assert launches(loaded) == ["glu", "glu", "store", "store", "store", "wgrad", "wgrad"]
     # The columns of a group share its scale.
     of_columns = "rows" if recipe is BLOCK_FP8 else "blocks"
     gradients = [spec for spec in loaded if not isinstance(spec, str) and spec.kind == "wgrad"]
-    assert {spec.scaling for spec in gradients} == {of_columns}
+    assert {spec.b_scale_layout for spec in gradients} == {of_columns}
     assert_equal_but_for_order(got, want)
 
 

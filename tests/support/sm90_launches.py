@@ -70,7 +70,7 @@ def run_product(spec: Spec, *arguments: float) -> None:
         return [tensor_at(start, (rows, columns), dtype, strides) for start in starts]
 
     if spec.kind == "wgrad":
-        by_row = not spec.scaled
+        by_row = not spec.is_fp8
         dy = tensor_at(k.a, (k.rows, k.columns), dtype, (k.a_pitch, 1) if by_row else (1, k.rows))
         x = tensor_at(k.b, (k.rows, k.depth), b_dtype, (k.b_pitch, 1) if by_row else (1, k.rows))
         out = matrices(k.out, k.columns, k.depth, (k.out_pitch, 1), out_dtype)
@@ -79,10 +79,12 @@ def run_product(spec: Spec, *arguments: float) -> None:
     x = tensor_at(k.a, (k.rows, k.depth), dtype, (k.a_pitch, 1))
     strides = (k.b_pitch, 1) if spec.weight_major == "k" else (1, k.b_pitch)
     w = matrices(k.b, features, k.depth, strides, b_dtype)
-    if spec.scaled:
+    if spec.is_fp8:
         w = [torch.stack(w)]
     bias = tensor_at(k.bias, (k.groups, features), value_dtype) if spec.bias else None
-    scales = tensor_at(k.scales, (k.rows,), getattr(torch, spec.scale)) if spec.scale else None
+    scales = (
+        tensor_at(k.scales, (k.rows,), getattr(torch, spec.row_scale)) if spec.row_scale else None
+    )
     quantized = spec.out_format
     elements = out_dtype if quantized is None else quantized.element.dtype
     out = tensor_at(k.out, (k.rows, k.columns), elements, (k.out_pitch, 1))
@@ -122,12 +124,12 @@ def run_product(spec: Spec, *arguments: float) -> None:
 
 def scales_of(spec: Spec, k: SimpleNamespace) -> tuple[Tensor | None, Tensor | None]:
     """The scales of FP8 operands, as the definitions take them."""
-    if not spec.scaled:
+    if not spec.is_fp8:
         return None, None
     rows, reduced = (k.rows, k.depth) if spec.by_rows else (k.columns, k.rows)
     blocks = -(-reduced // 128)
     a = tensor_at(k.a_scales, (rows, blocks), torch.float32, (k.a_scale_pitch, k.a_scale_block))
-    if not spec.by_rows and spec.scaling == "blocks":
+    if not spec.by_rows and spec.b_scale_layout == "blocks":
         assert k.b_scale_group == k.b_scale_pitch == 0
         strides = k.b_scale_block, 0
         return a.t(), tensor_at(k.b_scales, (blocks, k.depth), torch.float32, strides)

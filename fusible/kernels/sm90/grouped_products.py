@@ -66,7 +66,7 @@ class WeightProducts:
     ) -> None:
         self._device, self._dtype, self._separate = device, dtype, separate
         self._rows, self._multiprocessors = rows, multiprocessors(device)
-        self._scaled = is_fp8(dtype)
+        self._is_fp8 = is_fp8(dtype)
         # Of what is neither operand: outputs, biases, pre-activations.
         self.value_dtype = value_dtype(dtype)
         self._a_dtype, self._b_dtype = DTYPE_NAMES[dtype], DTYPE_NAMES[b_dtype or dtype]
@@ -84,7 +84,7 @@ class WeightProducts:
         sides = 1 if glu is None else glu.sides
         columns = weight.rows // sides if kind in FORWARD else weight.rows
         activation, interleave = ("", 0) if glu is None else glu[:2]
-        needed = weight.major, interleave, bias, activation, self._scaled
+        needed = weight.major, interleave, bias, activation, self._is_fp8
         sizes = self._rows, self._groups, columns, weight.depth, self._multiprocessors
         tile = tiles.choose(kind, *sizes, *needed, out_format is not None)
         paired, stripe = (False, 0) if glu is None else _stripes(kind, tile, glu)
@@ -92,12 +92,12 @@ class WeightProducts:
             kind,
             tile,
             dtype=self._a_dtype,
-            b_dtype=self._b_dtype if self._scaled else "",
-            scaling="blocks" if self._scaled else "",
+            b_dtype=self._b_dtype if self._is_fp8 else "",
+            b_scale_layout="blocks" if self._is_fp8 else "",
             weight_major=weight.major,
             table=self._separate,
             bias=bias,
-            scale=DTYPE_NAMES[scale] if scale else "",
+            row_scale=DTYPE_NAMES[scale] if scale else "",
             activation=activation,
             stripe=stripe,
             paired=paired,
@@ -134,10 +134,10 @@ class WeightProducts:
         sizes = self._rows, self._groups, columns, depth, self._multiprocessors
         spec = Spec(
             "wgrad",
-            tiles.choose("wgrad", *sizes, "k", 0, False, "", self._scaled),
+            tiles.choose("wgrad", *sizes, "k", 0, False, "", self._is_fp8),
             dtype=self._a_dtype,
-            b_dtype=self._b_dtype if self._scaled else "",
-            scaling=("blocks" if same_scale else "rows") if self._scaled else "",
+            b_dtype=self._b_dtype if self._is_fp8 else "",
+            b_scale_layout=("blocks" if same_scale else "rows") if self._is_fp8 else "",
             table=separate,
             out_dtype=DTYPE_NAMES[out_dtype],
             accumulate=accumulate,

@@ -75,11 +75,11 @@ class Spec(NamedTuple):
     tile: Tile
     dtype: str = "bfloat16"  # of both operands, unless b_dtype is another
     b_dtype: str = ""
-    scaling: str = ""  # of FP8 operands: see `scaled`
+    b_scale_layout: str = ""  # of FP8 operands: see `is_fp8`
     weight_major: str = "k"  # which of N and K is contiguous in the weight
     table: bool = False  # weights (wgrad: outputs) are E matrices behind a table of pointers
     bias: bool = False
-    scale: str = ""  # dtype of the scale of each row; empty: none
+    row_scale: str = ""  # dtype of the scale of each row; empty: none
     activation: str = ""
     stripe: int = 0  # neighbouring gate columns before their linear columns, within a tile
     paired: bool = False  # gate and linear columns are further apart than a tile: two boxes
@@ -104,18 +104,18 @@ class Spec(NamedTuple):
         return 0 < self.stripe < 8
 
     @property
-    def scaled(self) -> bool:
+    def is_fp8(self) -> bool:
         """Whether operands are FP8 with scales, each for `FP8_BLOCK` of the reduction.
 
         Those of operand A are one for each row. Those of operand B are one for each row too
-        (``scaling`` is "rows") or one for `FP8_BLOCK` rows ("blocks").
+        (``b_scale_layout`` is "rows") or one for `FP8_BLOCK` rows ("blocks").
         """
-        return self.scaling != ""
+        return self.b_scale_layout != ""
 
     @property
     def tile_k(self) -> int:
         """Elements of the reduction that a pipeline stage holds."""
-        return SWIZZLE_BYTES if self.scaled else SWIZZLE_BYTES // 2
+        return SWIZZLE_BYTES if self.is_fp8 else SWIZZLE_BYTES // 2
 
     @property
     def value_dtype(self) -> str:
@@ -129,12 +129,12 @@ class Spec(NamedTuple):
         A warpgroup adds scaled products to its accumulator between matrix products. With stages
         of its own, in ping-pong, the other one multiplies meanwhile.
         """
-        return 2 if self.scaled and self.tile.pingpong else 1
+        return 2 if self.is_fp8 and self.tile.pingpong else 1
 
     @property
     def mma_columns(self) -> int:
         """Columns of one WGMMA instruction: FP8 products need registers besides their sums."""
-        return 128 if self.scaled and self.tile.n > 192 else self.tile.n
+        return 128 if self.is_fp8 and self.tile.n > 192 else self.tile.n
 
     @property
     def scale_columns(self) -> int:
@@ -154,12 +154,12 @@ class Spec(NamedTuple):
     @property
     def a_major(self) -> str:
         """The contiguous dimension of operand A: k, the reduction, or n, its rows."""
-        return "k" if self.by_rows or self.scaled else "n"
+        return "k" if self.by_rows or self.is_fp8 else "n"
 
     @property
     def b_major(self) -> str:
         """The same of operand B."""
-        return self.weight_major if self.by_rows or self.scaled else "n"
+        return self.weight_major if self.by_rows or self.is_fp8 else "n"
 
     @property
     def b_parts(self) -> int:
@@ -223,7 +223,7 @@ class Spec(NamedTuple):
     def stage_bytes(self) -> int:
         """Shared memory of one pipeline stage."""
         operands = (self.tile.m + self.tile.n) * SWIZZLE_BYTES
-        return operands + (4 * self.tile.n if self.scaling == "rows" else 0)
+        return operands + (4 * self.tile.n if self.b_scale_layout == "rows" else 0)
 
     @property
     def preact_slots(self) -> int:
@@ -249,7 +249,7 @@ class Spec(NamedTuple):
 
         4 of FP8 operands: they need fewer stages, as one lasts longer.
         """
-        if self.scaled:
+        if self.is_fp8:
             return 4
         return 1 if self.is_backward else 2
 

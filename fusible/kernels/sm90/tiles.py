@@ -153,13 +153,13 @@ def supports_tile(
     interleave: int,
     bias: bool,
     activation: str = "",
-    scaled: bool = False,
+    fp8: bool = False,
     quantized: bool = False,
 ) -> bool:
     """Whether a kernel of ``kind`` can have a tile, for a weight of that ``major``.
 
     A ``quantized`` output needs tiles of 64 rows or more with `FP8_BLOCK` of its columns. These
-    have too few registers and are not supported: FP8 tiles (``scaled``) of 256 columns unless
+    have too few registers and are not supported: FP8 tiles (``fp8``) of 256 columns unless
     `fits_256_columns`; and, with more than 128 accumulator values a thread:
 
     - a plain product: biases;
@@ -171,7 +171,7 @@ def supports_tile(
     each half of a transposed weight's columns fills a row of shared memory, 64.
     """
     width = tile.width(kind)
-    crowded = scaled and tile.n > 192 and not fits_256_columns(activation, bias)
+    crowded = fp8 and tile.n > 192 and not fits_256_columns(activation, bias)
     if crowded or (quantized and (width != FP8_BLOCK or tile.m < WARPGROUP_ROWS)):
         return False
     spacious = tile.slabs * tile.n <= 256
@@ -218,7 +218,7 @@ def microseconds(
     columns: Any,
     depth: Any,
     sms: int,
-    scaled: bool = False,
+    fp8: bool = False,
     cost: Any = None,
     constants: Any = MEASURED,
 ) -> Any:
@@ -226,7 +226,7 @@ def microseconds(
 
     Without its launch. Rows grouped: ``columns`` of the output, of activations if it is gated, and
     ``depth`` of the reduction. Weight gradients: matrices ``[columns, depth]``, of which each has
-    ``rows / groups`` of the reduction. ``scaled``: of FP8 operands. ``cost`` is that of the tile,
+    ``rows / groups`` of the reduction. ``fp8``: of FP8 operands. ``cost`` is that of the tile,
     by default of the table.
 
     All groups are taken to have the same number of rows: other sizes are not known on the host, and
@@ -239,8 +239,8 @@ def microseconds(
 
     Sizes and costs may be tensors, for a fit (``benchmarks/sm90_grid.py --fit``).
     """
-    c, cost = constants, (FP8_TILES if scaled else TILES)[kind][tile] if cost is None else cost
-    size = 1 if scaled else 2  # bytes of an element of an operand
+    c, cost = constants, (FP8_TILES if fp8 else TILES)[kind][tile] if cost is None else cost
+    size = 1 if fp8 else 2  # bytes of an element of an operand
     used = _larger(groups + rows - _larger(groups, rows), 1)  # groups that have rows
     of_group = rows / used
     height, width = tile.m * tile.cluster_m, tile.width(kind) * tile.cluster_n
@@ -253,7 +253,7 @@ def microseconds(
         if tile.m < WARPGROUP_ROWS:
             largest = -_larger(-_LARGEST_GROUP * of_group, -rows)
         down, reduction = _ceil_div(largest, height), _ceil_div(depth, 64)
-        if scaled:
+        if fp8:
             unit = height // tile.slabs
             reduction *= unit * _ceil_div(of_group, unit) / (down * height)
         across = _ceil_div(columns, width)
@@ -288,16 +288,16 @@ def choose(
     interleave: int = 0,
     bias: bool = False,
     activation: str = "",
-    scaled: bool = False,
+    fp8: bool = False,
     quantized: bool = False,
 ) -> Tile:
     """The tile of a product, see `microseconds`.
 
-    ``scaled``: of FP8 operands, ``quantized``: of an output that is quantized.
+    ``fp8``: of FP8 operands, ``quantized``: of an output that is quantized.
     """
-    needed = major, interleave, bias, activation, scaled, quantized
-    candidates = (FP8_TILES if scaled else TILES)[kind]
+    needed = major, interleave, bias, activation, fp8, quantized
+    candidates = (FP8_TILES if fp8 else TILES)[kind]
     return min(
         [tile for tile in candidates if supports_tile(kind, tile, *needed)],
-        key=lambda tile: microseconds(kind, tile, rows, groups, columns, depth, sms, scaled),
+        key=lambda tile: microseconds(kind, tile, rows, groups, columns, depth, sms, fp8),
     )

@@ -12,8 +12,8 @@ from fusible.recipes.formats import fp8_block
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
-SWIGLU = {"activation": "swiglu", "scale": "float32"}
-QGEGLU = {"activation": "clamped_qgeglu", "scale": "bfloat16"}
+SWIGLU = {"activation": "swiglu", "row_scale": "float32"}
+QGEGLU = {"activation": "clamped_qgeglu", "row_scale": "bfloat16"}
 BLOCKS_OF_16 = {"paired": False, "stripe": 16}
 SINGLE_COLUMNS = {"paired": False, "stripe": 1}
 
@@ -29,7 +29,9 @@ def variants(kind, tile):
         yield {"weight_major": "n", "table": True}
         half = {"dtype": "float16", "out_dtype": "float16"}
         yield half | (
-            {"bias": True, "scale": "float32"} if supports_tile(kind, tile, "k", 0, True) else {}
+            {"bias": True, "row_scale": "float32"}
+            if supports_tile(kind, tile, "k", 0, True)
+            else {}
         )
         if usual:
             yield {"weight_major": "k"}
@@ -44,7 +46,7 @@ def variants(kind, tile):
     elif kind == "glu":
         yield {**QGEGLU, **SINGLE_COLUMNS, "save_preact": True, "bias": True, "weight_major": "n"}
         major = "n" if supports_tile(kind, tile, "n", 0, True) else "k"
-        with_bias = {"bias": True, "scale": "", "weight_major": major}
+        with_bias = {"bias": True, "row_scale": "", "weight_major": major}
         yield {**SWIGLU, **halves, "save_preact": True, **with_bias}
         if usual:
             yield {**SWIGLU, **halves, "save_preact": True}
@@ -56,9 +58,9 @@ def variants(kind, tile):
         if usual:
             yield {**QGEGLU, **BLOCKS_OF_16, "table": True}
     elif kind == "act":
-        yield {"activation": "gelu", "save_preact": True, "bias": True, "scale": "float32"}
+        yield {"activation": "gelu", "save_preact": True, "bias": True, "row_scale": "float32"}
     elif kind == "dact":
-        yield {"activation": "gelu", "scale": "float32", "weight_major": "n"}
+        yield {"activation": "gelu", "row_scale": "float32", "weight_major": "n"}
     else:
         yield {"out_dtype": "float32", "accumulate": True, "table": True}
         if tile.cluster_m == 1:
@@ -73,7 +75,7 @@ def other_activations():
     act, dact = [*TILES["act"]][-1], [*TILES["dact"]][-1]
     yield Spec("act", act, activation="srelu", save_preact=False, weight_major="n", table=True)
     for name, scale in (("qgelu", "float32"), ("relu", "float32"), ("silu", ""), ("srelu", "")):
-        yield Spec("dact", dact, activation=name, scale=scale, weight_major="n")
+        yield Spec("dact", dact, activation=name, row_scale=scale, weight_major="n")
     for name, scale in (
         ("glu", ""), ("geglu", "float32"), ("qgeglu", ""), ("reglu", "float32"),
         ("sreglu", "float32"), ("situglu", "float32"), ("swiglu", ""),
@@ -86,20 +88,20 @@ def other_activations():
                 stripe = tile.n // 2 if kind == "glu" else 32
                 layout = {"paired": True, "stripe": stripe, "save_preact": kind == "glu"}
                 major = "k" if kind == "glu" else "n"
-                of = {"activation": name, "scale": scale, "weight_major": major}
+                of = {"activation": name, "row_scale": scale, "weight_major": major}
                 yield Spec(kind, tile, **of, **layout)
 
 
-FP8 = {"dtype": "float8_e4m3fn", "scaling": "blocks", "out_dtype": "bfloat16"}
+FP8 = {"dtype": "float8_e4m3fn", "b_scale_layout": "blocks", "out_dtype": "bfloat16"}
 
 
 def fp8_variants(kind, tile):
     """The same of FP8 operands."""
     halves = {"paired": True, "stripe": tile.n // 2}
     usual = str(tile) == "128x128pp12d"
-    bias = supports_tile(kind, tile, "k", 0, True, scaled=True)
+    bias = supports_tile(kind, tile, "k", 0, True, fp8=True)
     if kind == "store":
-        yield {**FP8, "b_dtype": "float8_e5m2", "bias": bias, "scale": "float32"}
+        yield {**FP8, "b_dtype": "float8_e5m2", "bias": bias, "row_scale": "float32"}
         if usual:
             yield FP8
     elif kind == "glu":
@@ -114,24 +116,24 @@ def fp8_variants(kind, tile):
             for name in ("geglu", "glu", "qgeglu", "reglu", "sreglu"):
                 yield {**quantized, "activation": name, **halves, "save_preact": True}
         if supports_tile(kind, tile, "k", 0, False, "situglu", True):
-            situglu = {"activation": "situglu", "scale": "float32"}
+            situglu = {"activation": "situglu", "row_scale": "float32"}
             yield {**FP8, **situglu, **halves, "save_preact": True}
         if usual:
             yield {**FP8, **SWIGLU, **halves, "save_preact": False}
             yield {**FP8, **QGEGLU, **BLOCKS_OF_16, "save_preact": True, "bias": True}
     elif kind == "act":
-        of_rows = {"activation": "gelu", "scale": "float32", "bias": bias}
+        of_rows = {"activation": "gelu", "row_scale": "float32", "bias": bias}
         yield {**FP8, **of_rows, "save_preact": True}
         if supports_tile(kind, tile, "k", 0, bias, "gelu", True, quantized=True):
             yield {**FP8, **of_rows, "save_preact": True, "out_format": fp8_block()}
     elif kind == "wgrad":
         into = {"out_dtype": "float32", "accumulate": True, "table": True}
-        yield {**FP8, "scaling": "rows", **into}
-        yield {**FP8, "scaling": "rows", "dtype": "float8_e5m2", "b_dtype": "float8_e4m3fn"}
-        yield {**FP8, "scaling": "blocks", **into}
+        yield {**FP8, "b_scale_layout": "rows", **into}
+        yield {**FP8, "b_scale_layout": "rows", "dtype": "float8_e5m2", "b_dtype": "float8_e4m3fn"}
+        yield {**FP8, "b_scale_layout": "blocks", **into}
         if usual:
-            yield {**FP8, "scaling": "rows"}
-            yield {**FP8, "scaling": "blocks"}
+            yield {**FP8, "b_scale_layout": "rows"}
+            yield {**FP8, "b_scale_layout": "blocks"}
 
 
 KERNELS = [
@@ -161,7 +163,7 @@ def parts(spec):
     The accumulators and the epilogue depend on the options and the tile's shape; loads on its
     cluster and each of `LOADS`; how tiles are assigned, and slots of pre-activations, on the kind.
     """
-    tile, kind = spec.tile, (spec.kind, spec.scaling)
+    tile, kind = spec.tile, (spec.kind, spec.b_scale_layout)
     shape = tile._replace(cluster_m=1, cluster_n=1, dynamic=False, ahead=3)
     options = spec._replace(tile=shape, stripe=-1 if spec.paired else spec.stripe)
     cluster = tile.cluster_m, tile.cluster_n
@@ -244,7 +246,7 @@ def test_shared_memory_fits(spec):
     assert used <= SHARED_BYTES - 1024
     assert spec.stages % spec.rings == 0
     assert spec.stages >= (3 if spec.rings == 1 else 4)
-    assert spec.out_blocks >= (1 if spec.is_backward else 4 if spec.scaled else 2)
+    assert spec.out_blocks >= (1 if spec.is_backward else 4 if spec.is_fp8 else 2)
 
 
 @pytest.mark.parametrize("kind", BACKWARD)
@@ -263,7 +265,7 @@ def test_the_activations_backward_takes_turns(kind):
         Spec("store", Tile(16, 128, pingpong=False)),
         Spec("wgrad", Tile(16, 128)),
         Spec("dglu", Tile(16, 128), activation="swiglu"),
-        Spec("store", Tile(16, 128), dtype="float8_e4m3fn", scaling="blocks"),
+        Spec("store", Tile(16, 128), dtype="float8_e4m3fn", b_scale_layout="blocks"),
         Spec("glu", Tile(16, 256), activation="swiglu", out_format=fp8_block()),
     ],
     ids=str,

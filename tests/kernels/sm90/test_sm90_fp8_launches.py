@@ -53,7 +53,7 @@ def test_product(dtypes, scaled, launched):
     assert_same(ops.grouped_mm(*given), definitions.grouped_mm(*given))
     (spec,) = {s for s in launched if not isinstance(s, str)}
     names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
-    assert [spec.dtype, spec.b_dtype, spec.scaling] == [*names, "blocks"]
+    assert [spec.dtype, spec.b_dtype, spec.b_scale_layout] == [*names, "blocks"]
 
 
 def test_scales_that_lie_otherwise():

@@ -59,7 +59,7 @@ def test_no_rows_and_no_groups_are_a_class_too():
 def test_every_product_gets_one_of_the_tiles(kind, rows, groups, columns, sms):
     assert chosen(kind, rows, groups, columns, 64, sms) in TILES[kind]
     if kind in FP8_TILES:
-        assert chosen(kind, rows, groups, columns, 64, sms, scaled=True) in FP8_TILES[kind]
+        assert chosen(kind, rows, groups, columns, 64, sms, fp8=True) in FP8_TILES[kind]
 
 
 def test_the_tile_follows_the_rows_of_a_group():
@@ -74,10 +74,10 @@ def test_the_tile_follows_the_rows_of_a_group():
 
 
 def test_a_model_of_the_time_grows_with_the_work():
-    for scaled, table in enumerate((TILES, FP8_TILES)):
+    for fp8, table in enumerate((TILES, FP8_TILES)):
         for kind, tile in [(kind, tile) for kind, tiles in table.items() for tile in tiles]:
             sizes = {"rows": 8192, "groups": 64, "columns": 1024, "depth": 2048}
-            expected = functools.partial(microseconds, kind, tile, scaled=bool(scaled))
+            expected = functools.partial(microseconds, kind, tile, fp8=bool(fp8))
             time = expected(**sizes, sms=SMS)
             for name, size in sizes.items():
                 assert expected(**{**sizes, name: 4 * size}, sms=SMS) >= time
@@ -127,9 +127,9 @@ def test_fp8_products_of_256_columns_have_no_bias_and_no_situglu(rows):
     """Where the model would choose them for a product without."""
     sizes = rows, 64, 2048, 7168
     for kind in ("store", "glu", "act"):
-        assert chosen(kind, *sizes, bias=True, scaled=True).n <= 192
-    assert chosen("glu", *sizes, activation="situglu", scaled=True).n <= 192
-    assert chosen("glu", *sizes, activation="swiglu", scaled=True).n == 256
+        assert chosen(kind, *sizes, bias=True, fp8=True).n <= 192
+    assert chosen("glu", *sizes, activation="situglu", fp8=True).n <= 192
+    assert chosen("glu", *sizes, activation="swiglu", fp8=True).n == 256
 
 
 def test_the_model_can_be_fitted(capsys):

@@ -345,7 +345,7 @@ class Epilogue:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(self.preacts.done + preact_state.index)
             preact_state.advance()
-        if const_expr(spec.scale != ""):
+        if const_expr(spec.row_scale != ""):
             self._sum_up(scale_grads, m, coord)
         return preact_state
 

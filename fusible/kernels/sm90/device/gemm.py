@@ -48,7 +48,7 @@ class GroupedGemm:
                 f"turns, got {spec.tile}; pass pingpong=True"
             )
         if spec.tile.m % (WARPGROUP_ROWS * spec.tile.warpgroups):
-            plain = spec.kind in ("store", *FORWARD) and not spec.scaled and not spec.out_format
+            plain = spec.kind in ("store", *FORWARD) and not spec.is_fp8 and not spec.out_format
             if not (plain and spec.tile.m == WARP_ROWS and spec.tile.pingpong):
                 raise ValueError(
                     f"a tile must have a multiple of 64 rows for each warpgroup that shares it, or "
@@ -117,9 +117,9 @@ class GroupedGemm:
         FP8 operands are contiguous along the reduction; where it is grouped they are ``a``
         [columns, total_rows] and ``b`` [depth, total_rows], contiguous, and groups end at multiples
         of 128 rows. For the k-th 128 of the reduction, row ``i`` of A has the scale ``a_scales[i *
-        a_scale_pitch + k * a_scale_block]``. So has row ``j`` of B where `Spec.scaling` is "rows",
-        with pitch 1; where it is "blocks" ``b_scales[g * b_scale_group + j // 128 * b_scale_pitch +
-        k * b_scale_block]`` in group ``g``, or in all if the reduction is grouped.
+        a_scale_pitch + k * a_scale_block]``. So has row ``j`` of B where `Spec.b_scale_layout` is
+        "rows", with pitch 1; where it is "blocks" ``b_scales[g * b_scale_group + j // 128 *
+        b_scale_pitch + k * b_scale_block]`` in group ``g``, or in all if the reduction is grouped.
         """
         spec, tile = self.spec, self.tile
         a_pitch, b_pitch = (
@@ -142,7 +142,7 @@ class GroupedGemm:
         else:
             tensor_out = self._matrix(out, (columns, depth), (out_pitch, 1), self.out_dtype)
             tensor_out = self._per_group(tensor_out, groups, b_group_pitch)
-        if const_expr(not spec.by_rows and spec.scaled):
+        if const_expr(not spec.by_rows and spec.is_fp8):
             pitch = cute.assume(Int64(total_rows), divby=FP8_BLOCK)
             tensor_a = self._matrix(a, (columns, total_rows), (pitch, 1))
             tensor_b = self._matrix(b, (depth, total_rows), (pitch, 1), self.b_dtype)
@@ -183,12 +183,12 @@ class GroupedGemm:
             store_op = cpasync.CopyReduceBulkTensorTileS2GOp()
 
         scales_of_operands, load_scales = None, None
-        if const_expr(spec.scaled):
+        if const_expr(spec.is_fp8):
             blocks = cute.ceil_div(depth if spec.by_rows else total_rows, FP8_BLOCK)
             a_rows = total_rows if const_expr(spec.by_rows) else columns
             of_a = self._tensor(Float32, a_scales, (a_rows, blocks), (a_scale_pitch, a_scale_block))
             of_b = None
-            if const_expr(spec.scaling == "rows"):
+            if const_expr(spec.b_scale_layout == "rows"):
                 pitch = cute.assume(b_scale_block, divby=4)
                 of_columns = self._matrix(b_scales, (depth, blocks), (1, pitch), Float32)
                 load_scales = self._load(of_columns, layout_scales, (tile.n, 1), 1)
@@ -223,11 +223,11 @@ class GroupedGemm:
             self._rows(self.value_dtype, bias, groups, bias_columns)
             if const_expr(spec.bias)
             else None,
-            self._tensor(CUTLASS_DTYPES[spec.scale], scales, (total_rows,))
-            if const_expr(spec.scale)
+            self._tensor(CUTLASS_DTYPES[spec.row_scale], scales, (total_rows,))
+            if const_expr(spec.row_scale)
             else None,
             self._rows(Float32, row_results, tiles, total_rows)
-            if const_expr(spec.is_backward and spec.scale != "")
+            if const_expr(spec.is_backward and spec.row_scale != "")
             else None,
             (out, row_results) if const_expr(spec.out_format is not None) else None,
             self._pointer(Int32, counter),

@@ -140,7 +140,7 @@ def load_operands(
                     tma_bar_ptr=barrier,
                     mcast_mask=mask_b,
                 )
-            if const_expr(spec.scaling == "rows"):
+            if const_expr(spec.b_scale_layout == "rows"):
                 block = start // FP8_BLOCK + step
                 _load_column_scales(spec, operands, coord.column, block, stage, barrier)
             state.advance()
@@ -160,7 +160,7 @@ def _operand_boxes(spec, problem, operands, coord, in_cluster):
         boxes = _weight_boxes(spec, problem, operands, group, column, in_cluster)
         return load_a.tma_tensor, (start + row, 0), boxes
     tensors, first = (load_a.tma_tensor, load_b.tma_tensor), start
-    if not spec.scaled:  # whose groups end anywhere
+    if not spec.is_fp8:  # whose groups end anywhere
         tensors, first = [group_rows(tensor, 1, start, rows) for tensor in tensors], 0
     tile_b, sharing_b = (spec.tile.n, spec.tile_k), (spec.tile.cluster_m, in_cluster[0])
     boxes = [_boxes(load_b, operands.b, tensors[1], tile_b, (column, first), sharing_b)]

@@ -122,7 +122,7 @@ def multiply(
     state = ring_state(spec, pipeline.PipelineUserType.Consumer)
     preact_state = epilogue.preact_state()
     products, promotion = None, None
-    if const_expr(spec.scaled):
+    if const_expr(spec.is_fp8):
         shape = (2, 2, spec.mma_columns // 8), 1, 1
         products = cute.make_rmem_tensor(shape, Float32)
         within = thread & (WARPGROUP - 1)
@@ -136,7 +136,7 @@ def multiply(
 
     turn, first_scales = Int32(0), None
     read, valid, group, m, n, start, rows = tiles.next(tiles.begin())
-    if const_expr(spec.scaled):
+    if const_expr(spec.is_fp8):
         first_scales = scale_registers(spec)
         if const_expr(tile.pingpong):  # noqa: SIM102 (decided when compiling)
             if valid & (warpgroup == 1):
@@ -158,10 +158,10 @@ def multiply(
             if const_expr(turns):
                 take_turn(MULTIPLY_TURN, warpgroup)
             loop = (mma, accumulator, fragment_a, fragment_b, operands.pipeline, steps)
-            if const_expr(spec.scaled):
+            if const_expr(spec.is_fp8):
                 loop = (*loop, spec, promotion, products, first_scales, coord)
-            mainloop = _scaled_mainloop if spec.scaled else _mainloop
-            partial = const_expr(spec.by_rows and (tile.pingpong or spec.scaled))
+            mainloop = _fp8_mainloop if spec.is_fp8 else _mainloop
+            partial = const_expr(spec.by_rows and (tile.pingpong or spec.is_fp8))
             # Rows past the group's end need no products. One if-elif chain: ptxas serializes
             # products in a branch that follows another.
             left = rows - coord.row
@@ -177,7 +177,7 @@ def multiply(
                     state = mainloop(*loop, state, 2)
                 else:
                     state = mainloop(*loop, state, 1)
-            elif const_expr(spec.scaled):
+            elif const_expr(spec.is_fp8):
                 state = mainloop(*loop, state, tile.slabs)
             elif const_expr(not spec.by_rows):
                 # The last stage of a group may hold fewer rows than it has place for.
@@ -195,7 +195,7 @@ def multiply(
             if const_expr(turns):
                 # All products are issued: the other's may queue up behind them.
                 give_turn(MULTIPLY_TURN, warpgroup)
-            if const_expr(spec.scaled):
+            if const_expr(spec.is_fp8):
                 # While the epilogue runs: the next tile's first scales.
                 read, valid, group, m, n, start, rows = tiles.next(read)
                 if const_expr(tile.pingpong):  # noqa: SIM102
@@ -213,7 +213,7 @@ def multiply(
                     state.advance(steps)
             if const_expr(spec.is_backward):
                 preact_state.advance(preact_blocks_of(spec, rows, coord.row))
-        if const_expr(not spec.scaled):
+        if const_expr(not spec.is_fp8):
             if const_expr(turns):
                 turn = 1 - turn
             read, valid, group, m, n, start, rows = tiles.next(read)
@@ -267,7 +267,7 @@ def _drain(ring, state, steps):
 
 
 @cute.jit
-def _scaled_mainloop(
+def _fp8_mainloop(
     mma, accumulator, fragment_a, fragment_b, ring, steps, spec: cutlass.Constexpr[Spec],
     promotion: Promotion, products, scales, coord: TileCoord, state,
     slabs: cutlass.Constexpr,

@@ -37,7 +37,7 @@ def scale_registers(spec: Spec):
     """A lane's registers for scales: of a row for `SCALE_STAGES` stages, and one of operand B."""
     assert spec.tile.slabs * WARP_ROWS <= 32  # lanes
     assert spec.tile.slabs == 1 or spec.tile.n == spec.mma_columns
-    assert spec.scaling == "rows" or spec.tile.n // spec.scale_columns * SCALE_STAGES <= 32
+    assert spec.b_scale_layout == "rows" or spec.tile.n // spec.scale_columns * SCALE_STAGES <= 32
     return cute.make_rmem_tensor((SCALE_STAGES + 1,), Float32)
 
 
@@ -91,7 +91,7 @@ def column_scales(
 
     One for each of the thread's columns ("rows"), or for each `Spec.scale_columns` ("blocks").
     """
-    if spec.scaling == "rows":
+    if spec.b_scale_layout == "rows":
         first = part * spec.mma_columns + 2 * (promotion.thread & 3)
         columns = [first + i * 8 + side for i in range(spec.mma_columns // 8) for side in range(2)]
         return [promotion.column_scales[column, 0, stage] for column in columns]
@@ -106,7 +106,7 @@ def add_scaled(spec: Spec, accumulator, m: int, part: int, products, of_rows, of
     for i in range(eights):
         for side in range(2):
             of_column = of_columns[
-                2 * i + side if spec.scaling == "rows" else 8 * i // spec.scale_columns
+                2 * i + side if spec.b_scale_layout == "rows" else 8 * i // spec.scale_columns
             ]
             for half in range(2):
                 accumulator[(side, half, part * eights + i), m, 0] += (
