@@ -92,7 +92,7 @@ def test_grouped_mlp(kind, interleave, bias):
     forward, backward = ("glu", "dglu") if module[1].gated else ("act", "dact")
     kinds = {spec.kind: spec for spec in loaded if not isinstance(spec, str)}
     assert kinds.keys() == {"store", "wgrad", forward, backward}
-    assert bool(kinds[backward].scale) == (module[1].num_extra_inputs > 0)
+    assert bool(kinds[backward].row_scale) == (module[1].num_extra_inputs > 0)
     assert_no_worse(fused, step(module, given, "cpu"), step(*doubled(module, given), "cpu"))
 
 

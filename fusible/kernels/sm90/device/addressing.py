@@ -39,9 +39,9 @@ def group_rows(tma_tensor: cute.Tensor, row_mode: int, start: Int32, rows: Int32
 
 def address_by_distance(matrix: cute.Tensor) -> cute.Tensor:
     """``matrix``, and every matrix of its shape and strides at a multiple of 16 bytes from it."""
-    per_byte = matrix.element_type.width // 8
-    strides = tuple(Int64((1 << bit) // per_byte) for bit in (4, 20, 39))
-    strides = tuple(cute.assume(stride, divby=16 // per_byte) for stride in strides)
+    element_bytes = matrix.element_type.width // 8
+    strides = tuple(Int64((1 << bit) // element_bytes) for bit in (4, 20, 39))
+    strides = tuple(cute.assume(stride, divby=16 // element_bytes) for stride in strides)
     return cute.make_tensor(
         matrix.iterator,
         cute.make_layout(
