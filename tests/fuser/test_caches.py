@@ -166,8 +166,8 @@ def test_counters_of_streams_are_bounded(monkeypatch):
     tensor = torch.tensor
     monkeypatch.setattr(torch, "zeros", lambda *_, device, dtype: tensor([0, 0], dtype=dtype))
     for stream in range(workspaces._MAX_STREAMS + 9):
-        workspaces.zero_counter(stream % 2, stream)
+        workspaces.zeroed_counter(stream % 2, stream)
     assert len(workspaces._stream_counters) == workspaces._MAX_STREAMS
     assert len(workspaces._capture_counters) == 2
     last = workspaces._stream_counters[stream % 2, stream]
-    assert workspaces.zero_counter(stream % 2, stream) == last.data_ptr()
+    assert workspaces.zeroed_counter(stream % 2, stream) == last.data_ptr()

@@ -130,7 +130,7 @@ def test_rows_that_are_moved(called, monkeypatch):
     probs_of = moe_cuda.route(logits, None, 2, "softmax", True, 1.0, [1, 1, 1])
     row_map, *_ = moe_cuda.permutation(ids, 8, None)
     row_map = row_map.zero_()
-    monkeypatch.setattr(moe_cuda, "zero_counter", lambda *_: 0)
+    monkeypatch.setattr(moe_cuda, "zeroed_counter", lambda *_: 0)
     weight, bias = torch.zeros(8, COLUMNS).bfloat16(), torch.zeros(8).bfloat16()
     choice = 2, "softmax", True, 1.0, [1, 1, 1]
     results = [

@@ -198,7 +198,7 @@ def take_cpu_tensors(patch: pytest.MonkeyPatch) -> None:
     """Let library ops run, of CPU tensors, what they run on SM90, if that is products."""
     for module in (launch, grouped_products):
         patch.setattr(module, "multiprocessors", lambda _: 132)
-    patch.setattr(launch, "zero_counter", lambda *_: 0)
+    patch.setattr(launch, "zeroed_counter", lambda *_: 0)
     patch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
     patch.setattr(operands, "pointer_table", pointer_table)

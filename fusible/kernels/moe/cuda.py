@@ -28,7 +28,7 @@ from fusible.kernels.moe.spec import (
 )
 from fusible.kernels.runtime.gpu import MAX_INDEX, PTX_NAMES, capability, runs_kernels
 from fusible.kernels.runtime.launch import TENSOR_TYPES, aligned, launch
-from fusible.kernels.runtime.workspaces import zero_counter
+from fusible.kernels.runtime.workspaces import zeroed_counter
 
 _CLUSTER = 8  # CTAs: the largest size that every GPU with clusters supports
 _MAX_TOP_K = 32
@@ -261,15 +261,18 @@ def _contiguous(t: Tensor | None) -> Tensor | None:
     return None if t is None else t.contiguous()
 
 
-def _routes(tokens: int, experts: int, device: torch.device, top_k: int, groups: int = 1) -> bool:
+def _supports_router(
+    tokens: int, experts: int, device: torch.device, top_k: int, groups: int = 1
+) -> bool:
     """Whether the router's kernels support FP32 logits ``[tokens, experts]``."""
     fits = experts <= MAX_GROUPS and top_k <= _MAX_TOP_K and groups <= 32
     return fits and 0 < tokens * max(experts, 32) < MAX_INDEX and runs_kernels(device, _MIN_SM)
 
 
-def _routes_by(logits: Tensor, *options: int) -> bool:
-    tokens, experts = logits.shape
-    return logits.dtype == torch.float32 and _routes(tokens, experts, logits.device, *options)
+def _supports_logits(logits: Tensor, top_k: int, groups: int = 1) -> bool:
+    """The same of given logits."""
+    sizes = *logits.shape, logits.device, top_k, groups
+    return logits.dtype == torch.float32 and _supports_router(*sizes)
 
 
 def route_outputs(logits: Tensor, expert_bias: Any, top_k: int, *_: Any) -> tuple[Tensor, Tensor]:
@@ -282,11 +285,11 @@ def route(
     logits: Tensor, expert_bias: Tensor | None, top_k: int, *options: Any
 ) -> tuple[Tensor, Tensor] | NotImplementedType:
     """`definitions.route`."""
-    if not _routes_by(logits, top_k, options[-1][0]):
+    if not _supports_logits(logits, top_k, options[-1][0]):
         return NotImplemented
     tokens, experts = logits.shape
     outputs = route_outputs(logits, expert_bias, top_k)
-    spec = _route_spec(experts, expert_bias, top_k, *options)
+    spec = _route_spec(experts, top_k, options, expert_bias is not None)
     arguments = logits.contiguous(), _float(expert_bias), *outputs, tokens
     launch("moe.router.route", (spec,), logits.device, *arguments)
     return outputs
@@ -296,17 +299,10 @@ def _float(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else bias.float().contiguous()
 
 
-def _route_spec(
-    experts: int,
-    expert_bias: Tensor | None,
-    top_k: int,
-    score_function: str,
-    normalize: bool,
-    scaling_factor: float,
-    groups: Sequence[int],
-) -> RouteSpec:
+def _route_spec(experts: int, top_k: int, options: Sequence[Any], biased: bool) -> RouteSpec:
+    score_function, normalize, scaling_factor, groups = options
     choice = top_k, score_function == "sigmoid", normalize, scaling_factor
-    return RouteSpec(experts, *choice, expert_bias is not None, tuple(groups))  # type: ignore[arg-type]
+    return RouteSpec(experts, *choice, biased, tuple(groups))
 
 
 def route_tokens_outputs(
@@ -327,23 +323,25 @@ def route_tokens(
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor] | NotImplementedType:
     """`definitions.route_tokens`, for few tokens."""
+    if x.shape[0] > FUSED_ROUTER_TOKENS:
+        return NotImplemented
     (tokens, features), experts = x.shape, weight.shape[0]
     vectors, rest = divmod(features * x.itemsize, BYTES)
-    fits = tokens <= FUSED_ROUTER_TOKENS and x.dtype in PTX_NAMES and rest == 0
+    fits = x.dtype in PTX_NAMES and rest == 0
     # What the product and the sum of the definition would refuse.
     fits = fits and weight.shape == (experts, features) and weight.dtype == x.dtype
     fits = fits and (bias is None or (bias.shape == (experts,) and bias.dtype in PTX_NAMES))
     for t in (weight, *([] if bias is None else [bias])):
         fits = fits and type(t) in TENSOR_TYPES and t.device == x.device
-    if not (fits and _routes(tokens, experts, x.device, top_k, options[-1][0])):
+    if not (fits and _supports_router(tokens, experts, x.device, top_k, options[-1][0])):
         return NotImplemented
     outputs = route_tokens_outputs(x, weight, bias, expert_bias, top_k)
     inputs = aligned(x), aligned(weight), _contiguous(bias), _float(expert_bias)
     of_bias = "" if bias is None else PTX_NAMES[bias.dtype]
-    route_spec = _route_spec(experts, expert_bias, top_k, *options)
+    route_spec = _route_spec(experts, top_k, options, expert_bias is not None)
     spec = RouteTokensSpec(route_spec, PTX_NAMES[x.dtype], vectors, of_bias)
     # Last: while a graph is captured, it may be memory that the next tensor gets.
-    counter = zero_counter(x.device.index, torch._C._cuda_getCurrentRawStream(x.device.index))
+    counter = zeroed_counter(x.device.index, torch._C._cuda_getCurrentRawStream(x.device.index))
     launch("moe.router.route_tokens", (spec,), x.device, *inputs, *outputs, counter, tokens)
     return outputs
 
@@ -354,7 +352,7 @@ def route_backward(
     """`formulas.router_probs_backward`."""
     score_function, normalize, scaling_factor = options
     top_k = ids.shape[1]
-    if not _routes_by(logits, top_k):
+    if not _supports_logits(logits, top_k):
         return NotImplemented
     dprobs, logits = dprobs.float().contiguous(), logits.contiguous()
     dlogits = torch.empty_like(logits)

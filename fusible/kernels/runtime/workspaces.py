@@ -23,7 +23,7 @@ _stream_counters: dict[tuple[int, int], torch.Tensor] = {}
 _capture_counters: dict[int, tuple[torch.Tensor, Iterator[int]]] = {}  # one a device
 
 
-def zero_counter(index: int, stream: int) -> int:
+def zeroed_counter(index: int, stream: int) -> int:
     """Address of two int32, zero before and after each launch that counts there.
 
     Kernels of one stream follow each other and share theirs. A captured launch gets its own: its

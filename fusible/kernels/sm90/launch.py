@@ -7,7 +7,7 @@ import torch
 
 from fusible.kernels.runtime.gpu import multiprocessors
 from fusible.kernels.runtime.launch import call_on_device, load_kernel
-from fusible.kernels.runtime.workspaces import zero_counter
+from fusible.kernels.runtime.workspaces import zeroed_counter
 from fusible.kernels.sm90.spec import Spec
 
 _GPU = "sm_90a"
@@ -84,7 +84,7 @@ class Launch:
             tiles += total_rows // self._rows + 1
         clusters = min(self._clusters, tiles * self._across)
         stream = torch._C._cuda_getCurrentRawStream(index)  # a tenth of the public call's time
-        counter = zero_counter(index, stream) if self._dynamic else 0
+        counter = zeroed_counter(index, stream) if self._dynamic else 0
         call_on_device(index, self._function, (
             a, b, preact, out, d_preact, ends, table, bias, scales, row_results, counter,
             total_rows, total_rows if zero_tail else 0, *self._constant, clusters, *operand_scales,

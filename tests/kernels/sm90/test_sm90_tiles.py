@@ -96,7 +96,8 @@ def test_a_model_of_the_time_grows_with_the_work():
 def test_the_chosen_tile_is_nearly_the_best_that_was_measured(file, cells, within, behind):
     """Within 5 % in that share of the cells, and so far behind it on average.
 
-    The model was fitted to the grids, among others, and not to the drawn shapes.
+    The model was fitted to the grids, among others, and not to the drawn shapes; only
+    `_LARGEST_GROUP`, one number, was chosen with all of them in view.
     """
     regrets = [
         sm90_grid.regret_of(cell)[0]

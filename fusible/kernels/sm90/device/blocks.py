@@ -27,7 +27,7 @@ class BlockWriter:
         self.columns, self.ring = spec.block_columns, spec.out_blocks
         self.dtype, self.thread, self.warpgroup, self.blocks = dtype, thread, warpgroup, blocks
         self.whole = spec.stored_rows == WARPGROUP_ROWS
-        self.has_one_warp = spec.tile.m == WARP_ROWS  # with rows of the tile, the first
+        self.one_warp_stores = spec.tile.m == WARP_ROWS  # the others have no row of the tile
         self.warp = cute.arch.make_warp_uniform(thread >> 5)
         mma = hopper.make_trivial_tiled_mma(
             dtype,
@@ -136,7 +136,7 @@ class BlockWriter:
                 self._store(stores, WARPGROUP_ROWS, Int32(0))
         else:
             cute.arch.sync_warp()
-            if const_expr(self.has_one_warp):
+            if const_expr(self.one_warp_stores):
                 if self.warp == 0:
                     self._store(stores, WARP_ROWS, Int32(0))
             else:
