@@ -7,11 +7,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from fusible.fused.fp8_fast_path import Fp8MLPFastPath
 from fusible.fused.kernel_selection import KERNELS, NO_OVERRIDE, SM90_INTERLEAVES, needs_sm90
+from fusible.fused.sm90_fp8_kernels import SM90_FP8
 from fusible.fuser.conditions import equal, multiple_of, one_of, this, where
 from fusible.fuser.plan import Plan
 from fusible.fuser.plan_key import PlanKey
 from fusible.fuser.rules import rule
+from fusible.fuser.schedule import FastPath
 from fusible.fuser.tracing import hooks_hold_saved, keeps_graph
 from fusible.kernels.sm90 import limits as sm90
 from fusible.ops import FusedOperation, GroupedLinear
@@ -107,9 +110,10 @@ class GroupedMLP(FusedOperation):
         """The operands of the kernels, for ``explain``."""
         return self.kernels.multiplies(recipe, *self._basic_ops)
 
-    def fast_path(self, plan: Plan, key: PlanKey) -> MLPFastPath | None:
-        """With the library's kernels, as a node of its own."""
-        return MLPFastPath.of(plan, key, *self._basic_ops) if self.kernels is LIBRARY else None
+    def fast_path(self, plan: Plan, key: PlanKey) -> FastPath | None:
+        """With the library's kernels or by FP8 products on Hopper, as a node of its own."""
+        fast_path = _FAST_PATHS.get(self.kernels)
+        return None if fast_path is None else fast_path.of(plan, key, *self._basic_ops)
 
     def forward_impl(self, ctxs: Contexts, x: Tensor, extra: ExtraTensors) -> FusedOutputs:
         """Two launches."""
@@ -179,6 +183,9 @@ class GroupedMLP(FusedOperation):
         """Gradients of FC1's parameters and extra inputs, from its input ``x``."""
         fc1, *_ = self._basic_ops
         return fc1.grads(second.saved, second.dpreact, x, second.values, grad_output)
+
+
+_FAST_PATHS: dict[GroupedKernels, Any] = {LIBRARY: MLPFastPath, SM90_FP8: Fp8MLPFastPath}
 
 
 class FC2Backward(NamedTuple):

@@ -73,9 +73,9 @@ class Sm90Fp8Kernels(GroupedKernels):
             "FP8, in all products: one launch quantizes an input or a gradient for its two "
             "products, one the weights"
         )
-        if len(ops) > 1 and _epilogue_quantizes(recipe, *ops[:2], trains=False):
+        if len(ops) > 1 and epilogue_quantizes(recipe, *ops[:2], trains=False):
             says += "; FC1's epilogue quantizes the activation"
-            if not _epilogue_quantizes(recipe, *ops[:2], trains=True):
+            if not epilogue_quantizes(recipe, *ops[:2], trains=True):
                 says += " in inference"
         own, recipe = recipe, recipe.of_fp8_products
         if own != recipe:
@@ -190,7 +190,7 @@ class Sm90Fp8Kernels(GroupedKernels):
         quantizes the activation for its product and for its weight gradient.
         """
         linear, ctx = call.linear, call.ctx
-        if not _epilogue_quantizes(ctx.recipe, linear, act, trains=save_preact):
+        if not epilogue_quantizes(ctx.recipe, linear, act, trains=save_preact):
             return super().glu(call, act, x, weights, scales, save_preact)
         fmt = ctx.recipe.of_fp8_products.format("input")
         assert fmt is not None
@@ -247,7 +247,7 @@ class Sm90Fp8Kernels(GroupedKernels):
 SM90_FP8 = Sm90Fp8Kernels()
 
 
-def _epilogue_quantizes(recipe: Recipe, linear: GroupedLinear, act: Any, *, trains: bool) -> bool:
+def epilogue_quantizes(recipe: Recipe, linear: GroupedLinear, act: Any, *, trains: bool) -> bool:
     """Whether the epilogue of ``linear`` quantizes the activation that follows.
 
     ``trains``: only if the activation's backward can quantize it, too.

@@ -7,7 +7,7 @@ tensors of each call. All other calls run by the ops.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Self
@@ -70,6 +70,14 @@ class _Linear:
             (shape[:2], 0) if op.single_grouped_bias else (shape[1:2], rows * size)
         )
 
+    def biases_of(self, params: Sequence[Tensor]) -> list[DenseOperand]:
+        """The biases as an operand, if there are any."""
+        return [(params[self.biases], *self.bias_layout)] if self.op.has_bias else []
+
+    def bias(self, params: Sequence[Tensor]) -> Tensor | None:
+        """The first of the biases, which lie one behind the other."""
+        return params[self.biases.start] if self.op.has_bias else None
+
     def weights_to_save(self, params: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """The weights, if its backward reads them."""
         return params[self.weights] if self.needs.input else (None,) * self.op.num_weights
@@ -89,26 +97,30 @@ class _Linear:
             return (None,)
         return (cast(grouped.grouped_dots(dy, bias, ends), row_scale.dtype),)
 
-    def param_grads(
+    def weight_grads(
         self,
-        products: Any,
-        dy: Tensor,
-        x: Tensor,
+        wgrad: Callable[..., Tensor | None],
+        dy: Any,
+        x: Any,
         ends: Tensor,
         contexts: AccumulatingContexts,
-        row_scale: Tensor | None = None,
     ) -> Grads:
-        """The gradients of the weights and of the biases."""
-        op, needed = self.op, self.needs.params
-        grads: Grads = (None,) * op.num_weights
+        """The gradients of the weights, by ``wgrad`` if they go to autograd."""
+        op = self.op
         if op.accumulates_grads:
-            grads = op.weight_grads(contexts[self.index], grouped_gradient(dy, x, ends, False))
-        elif needed[0]:
-            grads = op.as_weight_grads(products.wgrad(dy, x, ends))
+            return op.weight_grads(contexts[self.index], grouped_gradient(dy, x, ends, False))
+        if not self.needs.params[0]:
+            return (None,) * op.num_weights
+        return op.as_weight_grads(wgrad(dy, x, ends))
+
+    def bias_grads(self, dy: Tensor | None, ends: Tensor, row_scale: Tensor | None = None) -> Grads:
+        """The gradients of the biases; ``dy`` may be None if they are not needed."""
+        op = self.op
         if not op.has_bias:
-            return grads
-        dbias = grouped.grouped_sum(dy, ends, row_scale) if needed[-1] else None
-        return (*grads, *op.as_bias_grads(dbias))
+            return ()
+        if dy is None or not self.needs.params[-1]:
+            return op.as_bias_grads(None)
+        return op.as_bias_grads(grouped.grouped_sum(dy, ends, row_scale))
 
 
 def _extra_inputs(ops: Sequence[Any]) -> list[str]:
@@ -141,14 +153,9 @@ class GroupedFastPath:
         """The fast path of a plan of ``ops``; None if its calls may need more than the kernels."""
         (dtype, device, _), *extra = key.inputs
         linears: list[Any] = [op for op in ops if isinstance(op, WeightedOperation)]
-        products = [
-            products_by_rows(device, dtype, op.num_groups, op.out_features, op.in_features)
-            for op in linears
-        ]
+        products = [cls._products_of(plan, op, device, dtype) for op in linears]
         fits = (
-            plan.recipe is None
-            and plan.autocast_dtype is None
-            and all([selected.op is LIBRARY for selected in plan.kernels])
+            plan.autocast_dtype is None
             and len({needs.requires_grad for needs in plan.grad}) == 1
             and None not in products
             and all([on == device for _, on, _ in key.inputs])
@@ -161,15 +168,24 @@ class GroupedFastPath:
             ])
             and all([op.split_alignment == 1 for op in linears])
         )  # fmt: skip
-        return cls(key, plan.grad, ops, products) if fits else None
+        return cls(plan, key, ops, products) if fits else None
+
+    @classmethod
+    def _products_of(
+        cls, plan: Plan, op: Any, device: torch.device, dtype: torch.dtype
+    ) -> Any | None:
+        """The products of a linear, by rows; None if the plan multiplies by others."""
+        if plan.recipe is not None or any([own.op is not LIBRARY for own in plan.kernels]):
+            return None
+        return products_by_rows(device, dtype, op.num_groups, op.out_features, op.in_features)
 
     def __init__(
-        self, key: PlanKey, needs: Sequence[GradNeeds], ops: Sequence[Any], products: Sequence[Any]
+        self, plan: Plan, key: PlanKey, ops: Sequence[Any], products: Sequence[Any]
     ) -> None:
         self._dtype, self._device, _ = key.inputs[0]
         self._linears: list[_Linear] = []
         first_param, first_weight, size = 0, 0, self._dtype.itemsize
-        for i, (op, of_op) in enumerate(zip(ops, needs, strict=True)):
+        for i, (op, of_op) in enumerate(zip(ops, plan.grad, strict=True)):
             if not isinstance(op, WeightedOperation):
                 self._act, self._glu, self._scaled = op, glu_of(op), op.num_extra_inputs > 0
                 continue
@@ -205,25 +221,29 @@ class GroupedFastPath:
                 return False
         return True
 
+    def _inputs_fit(self, operands: Sequence[Tensor], dense: Sequence[DenseOperand] = ()) -> bool:
+        """`_call_fits`, of the inputs of a forward and other operands."""
+        x = operands[0]
+        if x.dim() != 2 or x.shape[0] == 0:
+            return False
+        rows = x.shape[0]
+        vectors = [(operands[1], self._groups), *[(operands[i], rows) for i in self._scales]]
+        return self._call_fits([((x,), (rows, self._features), 0), *dense], vectors)
+
     def prepared(self, *operands: Tensor) -> Any:
         """The products, weights and biases that run these operands, or None."""
-        x, params = operands[0], operands[self._first_param :]
-        if x.dim() != 2 or x.shape[0] == 0:
-            return None
-        rows, groups = x.shape[0], self._groups
-        dense: list[DenseOperand] = [((x,), (rows, self._features), 0)]
+        params = operands[self._first_param :]
+        dense: list[DenseOperand] = []
         for linear in self._linears:
-            dense.append((params[linear.weights], *linear.weight_layout))
-            if linear.op.has_bias:
-                dense.append((params[linear.biases], *linear.bias_layout))
-        vectors = [(operands[1], groups), *[(operands[i], rows) for i in self._scales]]
-        if not self._call_fits(dense, vectors):
+            dense += (params[linear.weights], *linear.weight_layout), *linear.biases_of(params)
+        if not self._inputs_fit(operands, dense):
             return None
+        rows = operands[0].shape[0]
         return [
             (
                 linear.products(rows),
                 params[linear.weights.start].data_ptr(),
-                params[linear.biases.start] if linear.op.has_bias else None,
+                linear.bias(params),
             )
             for linear in self._linears
         ]
@@ -294,7 +314,8 @@ class LinearFastPath(GroupedFastPath):
         dx = products.dgrad(dy, w, ends) if linear.needs.input else None
         if row_scale is not None:
             of_scales = linear.scale_grads(dy, ends, row_scale, bias)
-        return dx, None, *of_scales, *linear.param_grads(products, dy, x, ends, contexts, row_scale)
+        weight_grads = linear.weight_grads(products.wgrad, dy, x, ends, contexts)
+        return dx, None, *of_scales, *weight_grads, *linear.bias_grads(dy, ends, row_scale)
 
 
 class MLPFastPath(GroupedFastPath):
@@ -315,10 +336,14 @@ class MLPFastPath(GroupedFastPath):
         dpreact, hidden, dscales = second.dglu(
             dy, w2, ends, preact, scales, self._glu, overwrite=not (held or keeps_graph())
         )
-        params2 = fc2.param_grads(second, dy, hidden, ends, contexts, row_scale)
+        weights2 = fc2.weight_grads(second.wgrad, dy, hidden, ends, contexts)
         del hidden  # its memory serves what follows
         dx = first.dgrad(dpreact, w1, ends) if fc1.needs.input else None
         dscales2 = () if row_scale is None else fc2.scale_grads(dy, ends, row_scale, bias2)
-        params1 = fc1.param_grads(first, dpreact, x, ends, contexts)
+        params1 = (
+            *fc1.weight_grads(first.wgrad, dpreact, x, ends, contexts),
+            *fc1.bias_grads(dpreact, ends),
+        )
+        params2 = *weights2, *fc2.bias_grads(dy, ends, row_scale)
         of_scales = () if scales is None else (dscales,)
         return dx, None, *of_scales, None, *dscales2, *params1, *params2

@@ -492,14 +492,23 @@ class WeightedOperation(CastingOp):
         once where weights are quantized once.
         """
         weights = list(ctx.parameters[: self.num_weights])
-        products: tuple[ProductKind, ...] = (
-            ("forward", "dgrad") if ctx.needs.input else ("forward",)
-        )
+        return self.quantized_weights(weights, ctx.needs, ctx.recipe, ctx.dtype, quantize)
+
+    def quantized_weights(
+        self,
+        weights: list[Tensor],
+        needs: GradNeeds,
+        recipe: Recipe,
+        dtype: torch.dtype,
+        quantize: WeightQuantizer | None,
+    ) -> Any:
+        """`weight_operands` of these weights, for products in ``dtype``."""
+        products: tuple[ProductKind, ...] = ("forward", "dgrad") if needs.input else ("forward",)
         if self._operand_cache is None or not may_cache():
             quantize = quantize or partial(quantize_weights, as_values=("forward",))
-            return quantize(weights, ctx.recipe, ctx.dtype, products)
-        make = partial(quantize or quantize_weights, weights, ctx.recipe, ctx.dtype, products)
-        return self._operand_cache.get(weights, (ctx.recipe, ctx.dtype, make.func), make, products)
+            return quantize(weights, recipe, dtype, products)
+        make = partial(quantize or quantize_weights, weights, recipe, dtype, products)
+        return self._operand_cache.get(weights, (recipe, dtype, make.func), make, products)
 
     def recipe_notes(self, recipe: Recipe) -> tuple[str, ...]:
         """The formats of the products' operands."""

@@ -158,8 +158,10 @@ def _act_pieces(
     inputs: _Inputs, act_format: NumberFormat, wanted: _Wanted
 ) -> tuple[Tensor, Tensor]:
     """Allocate elements and scales of the activation, which has the shape of ``dy``."""
-    rows = RowsToQuantize(inputs.dy, inputs.ends)
-    return k_major.outputs(rows, act_format, False, wanted.activation)[2:4]
+    dy, ends = inputs.dy, inputs.ends
+    if wanted.activation:
+        return k_major.padded_columns(dy, dy.shape[1], dy.shape[0], ends.shape[0], act_format)
+    return dy.new_empty(0, dtype=act_format.element.dtype), dy.new_empty(0, dtype=torch.float32)
 
 
 def _cuda(
@@ -209,17 +211,16 @@ def _launch(
     dpreact = preact.new_empty(preact.shape if wanted.values else (0,))
     act = _act_pieces(inputs, act_format, wanted)
     stripe, paired = _stripe(glu, columns), _paired(glu, columns)
-    blocks, dscales = -(-columns // FP8_BLOCK) >> paired, preact.new_empty(0)
-    of_rows = dscales if scales is None else scales.float().contiguous()
-    partials = preact.new_empty(0 if scales is None else blocks, rows, dtype=torch.float32)
+    blocks = 0 if scales is None else -(-columns // FP8_BLOCK) >> paired
+    of_rows = None if scales is None else scales.float().contiguous()
+    partials = preact.new_empty(blocks, rows, dtype=torch.float32)
     which = glu.activation, scales is not None, stripe, paired
     of_act = act_format if wanted.activation else None
     constants = _kernel(fmt, of_act, ends.dtype, wanted, *which)
     sizes = rows, columns, len(ends), padded_size(rows, len(ends), FP8_BLOCK), stripe
     addresses = dy, preact, of_rows, ends, amax, *pieces, partials, dpreact, *act
     launch("quantize.glu_backward.quantize", constants, dy.device, *addresses, *sizes, *glu[2:])
-    if scales is not None:
-        dscales = partials.sum(0).to(scales.dtype)
+    dscales = preact.new_empty(0) if scales is None else partials.sum(0).to(scales.dtype)
     return *pieces, dscales, dpreact, *act
 
 

@@ -275,25 +275,38 @@ def outputs(
     *lead, _, columns = x.shape
     rows = source.rows
     blocks = (columns + FP8_BLOCK - 1) // FP8_BLOCK
-    size, nothing = rows, (0,)
+    nothing = (0,)
     row_scale: Sequence[int] = (*lead, (rows + FP8_BLOCK - 1) // FP8_BLOCK, blocks)
-    column_scale: Sequence[int] = nothing
-    of_matrix = fmt.block is None
-    if of_matrix:
+    if fmt.block is None:
         row_scale = (*lead, rows)
-    if _pads_groups(fmt, ends is not None):
-        size = padded_size(rows, 1 if ends is None else ends.shape[0], FP8_BLOCK)
+    pads = _pads_groups(fmt, ends is not None)
+    if pads:
         row_scale = ((blocks, rows) if fmt.directional else row_scale) if rowwise else nothing
-        column_scale = (size // FP8_BLOCK, columns)[: 1 if of_matrix else 2]
-        column_scale = column_scale if columnwise else nothing
     # Sizes one by one: PyTorch parses a tuple more slowly.
     new, element = x.new_empty, fmt.element.dtype
+    column: tuple[Tensor, ...]
+    if columnwise and pads:
+        column = padded_columns(x, columns, rows, 1 if ends is None else ends.shape[0], fmt)
+    else:
+        size = (*lead, columns, rows) if columnwise else nothing
+        column = new(*size, dtype=element), new(0, dtype=torch.float32)
     return (
         new(*((*lead, rows, columns) if rowwise else nothing), dtype=element),
         new(*row_scale, dtype=torch.float32),
-        new(*((*lead, columns, size) if columnwise else nothing), dtype=element),
-        new(*column_scale, dtype=torch.float32),
+        *column,
         new(0 if ends is None else ends.shape[0], dtype=torch.int32),
+    )
+
+
+def padded_columns(
+    x: Tensor, columns: int, rows: int, groups: int, fmt: NumberFormat
+) -> tuple[Tensor, Tensor]:
+    """Allocate elements ``[columns, padded]`` of padded groups, and their scales."""
+    size = padded_size(rows, groups, FP8_BLOCK)
+    scale = (size // FP8_BLOCK, columns)[: 1 if fmt.block is None else 2]
+    return (
+        x.new_empty(columns, size, dtype=fmt.element.dtype),
+        x.new_empty(*scale, dtype=torch.float32),
     )
 
 

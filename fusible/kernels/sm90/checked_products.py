@@ -18,7 +18,12 @@ from fusible.activations import ACTIVATIONS, GATED
 from fusible.kernels.glu import Glu
 from fusible.kernels.runtime.launch import TENSOR_TYPES, aligned
 from fusible.kernels.sm90 import limits, tiles
-from fusible.kernels.sm90.grouped_products import WeightProducts, cached_products
+from fusible.kernels.sm90.grouped_products import (
+    WeightProducts,
+    cached_products,
+    scales_by_reduction,
+    scales_by_row,
+)
 from fusible.kernels.sm90.launch import NO_SCALES, launch_group_ends
 from fusible.kernels.sm90.operands import (
     Matrices,
@@ -126,7 +131,7 @@ def _scaled_operands(
     for_rows, layout_of = tiles.rows_bucket(rows, groups), (shape, weight.stride(), False)
     products = cached_products(x.device, x.dtype, *layout_of, for_rows, weight.dtype)
     assert products is not None
-    scales = x_scale.data_ptr(), w_scale.data_ptr(), *x_scale.stride(), *w_scale.stride()
+    scales = scales_by_row(x_scale, w_scale)
     return _Operands(x, 0, [weight], shape, weight.data_ptr(), 0, products, scales)
 
 
@@ -342,9 +347,7 @@ def _gradient_operands(
     dy, x = _column_major(dy), _column_major(x)
     if x_scale.stride(1):  # TMA reads one for each column
         x_scale = _aligned(x_scale)
-    (dy_block, dy_pitch), (x_block, x_pitch) = dy_scale.stride(), x_scale.stride()
-    addresses = dy_scale.data_ptr(), x_scale.data_ptr()
-    scales = *addresses, dy_pitch, dy_block, 0, x_pitch, x_block
+    scales = scales_by_reduction(dy_scale, x_scale)
     return _GradientOperands(dy, x, products, (0, 0), scales, (dy_scale, x_scale))
 
 

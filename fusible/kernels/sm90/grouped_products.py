@@ -392,11 +392,17 @@ class ProductsByRows:
     """The products with contiguous weights of one shape, made once for so many rows."""
 
     def __init__(
-        self, device: torch.device, dtype: torch.dtype, groups: int, columns: int, depth: int
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        groups: int,
+        columns: int,
+        depth: int,
+        b_dtype: torch.dtype | None = None,
     ) -> None:
         strides = columns * depth, depth, 1
         self._layout = device, dtype, (groups, columns, depth), strides, False
-        self._groups = groups
+        self._groups, self._b_dtype = groups, b_dtype
         self._made: dict[int, WeightProducts] = {}
 
     def __call__(self, rows: int) -> WeightProducts:
@@ -404,19 +410,35 @@ class ProductsByRows:
         rows = tiles.rows_bucket(rows, self._groups)
         cached = self._made.get(rows)
         if cached is None:
-            products = cached_products(*self._layout, rows)
+            products = cached_products(*self._layout, rows, self._b_dtype)
             assert products is not None  # checked by `products_by_rows`
             cached = self._made[rows] = products
         return cached
 
 
 def products_by_rows(
-    device: torch.device, dtype: torch.dtype, groups: int, columns: int, depth: int
+    device: torch.device,
+    dtype: torch.dtype,
+    groups: int,
+    columns: int,
+    depth: int,
+    b_dtype: torch.dtype | None = None,
 ) -> ProductsByRows | None:
     """The products with weights ``[groups, columns, depth]``, None if no kernel supports them."""
     if not supports(device, dtype, columns, depth):
         return None
-    return ProductsByRows(device, dtype, groups, columns, depth)
+    return ProductsByRows(device, dtype, groups, columns, depth, b_dtype)
+
+
+def scales_by_row(x_scale: Tensor, w_scale: Tensor) -> tuple[int, ...]:
+    """``operand_scales`` of FP8 rows and weights: their addresses and strides."""
+    return x_scale.data_ptr(), w_scale.data_ptr(), *x_scale.stride(), *w_scale.stride()
+
+
+def scales_by_reduction(dy_scale: Tensor, x_scale: Tensor) -> tuple[int, ...]:
+    """``operand_scales`` of the FP8 operands of a weight gradient."""
+    (dy_block, dy_pitch), (x_block, x_pitch) = dy_scale.stride(), x_scale.stride()
+    return dy_scale.data_ptr(), x_scale.data_ptr(), dy_pitch, dy_block, 0, x_pitch, x_block
 
 
 @functools.lru_cache(maxsize=1024)

@@ -1,0 +1,249 @@
+"""A grouped MLP by FP8 products on Hopper as one autograd node: see `ops.grouped_fast_path`.
+
+The launches are those of `sm90_fp8_kernels`, in the same order. Products take the operands that its
+quantizers have made, which need no check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusible.fused.sm90_fp8_kernels import epilogue_quantizes, quantize_weights_k_major
+from fusible.fuser.plan import Plan
+from fusible.fuser.plan_key import PlanKey
+from fusible.kernels import grouped
+from fusible.kernels.quantize.glu_backward import quantize_glu_backward, writes_activation
+from fusible.kernels.quantize.k_major import KMajorOperands, ScaledMatrix, quantize_k_major
+from fusible.kernels.runtime.launch import TENSOR_TYPES, aligned
+from fusible.kernels.sm90.grouped_products import (
+    ProductsByRows,
+    products_by_rows,
+    scales_by_reduction,
+    scales_by_row,
+)
+from fusible.ops.grouped_fast_path import AccumulatingContexts, GroupedFastPath
+from fusible.ops.op import Grads
+from fusible.recipes.tensor import QuantizedTensor
+
+
+class _Products(NamedTuple):
+    """The products of a linear, by rows."""
+
+    forward: ProductsByRows
+    data_grad: ProductsByRows
+    weight_grad: ProductsByRows
+
+
+def _mm(
+    products: ProductsByRows,
+    x: ScaledMatrix | None,
+    w: ScaledMatrix,
+    ends: Tensor,
+    bias: Tensor | None = None,
+    row_scale: Tensor | None = None,
+) -> Tensor:
+    """``x @ w[e].T + bias[e] * row_scale``."""
+    assert x is not None
+    scales, of_rows = scales_by_row(x.scale, w.scale), products(x.data.shape[0])
+    address = w.data.data_ptr()
+    return of_rows.forward(x.data, address, ends, bias, row_scale, operand_scales=scales)
+
+
+def _wgrad(products: ProductsByRows, dy: ScaledMatrix, x: ScaledMatrix, ends: Tensor) -> Tensor:
+    """``dy.T @ x`` of each group."""
+    scales, of_rows = scales_by_reduction(dy.scale, x.scale), products(dy.data.shape[0])
+    # Without `out` there is a result.
+    return of_rows.wgrad(dy.data, x.data, ends, operand_scales=scales)  # type: ignore[return-value]
+
+
+def _library_mm(_: object, x: ScaledMatrix | None, w: ScaledMatrix, ends: Tensor) -> Tensor:
+    """``x @ w[e].T`` by the library op, for operands that must be checked or traced."""
+    assert x is not None
+    return grouped.grouped_mm(x.data, [w.data], ends, x_scale=x.scale, w_scale=w.scale)
+
+
+def _library_wgrad(_: object, dy: ScaledMatrix, x: ScaledMatrix, ends: Tensor) -> Tensor:
+    """`_wgrad` by the library op."""
+    return grouped.grouped_wgrad(dy.data, x.data, ends, None, dy.scale, x.scale)
+
+
+class Fp8MLPFastPath(GroupedFastPath):
+    """FC1, an activation, FC2."""
+
+    @classmethod
+    def _products_of(
+        cls, plan: Plan, op: Any, device: torch.device, dtype: torch.dtype
+    ) -> _Products | None:
+        """See the base class; the plan selects FP8 products."""
+        (own, _), *others = plan.recipes
+        if dtype != torch.bfloat16 or any([own != other for other, _ in others]):
+            return None
+        recipe = own.of_fp8_products
+        formats = [recipe.format(role) for role in ("input", "weight", "grad")]
+        x, w, dy = [fmt.element.dtype for fmt in formats]
+        groups, columns, depth = op.num_groups, op.out_features, op.in_features
+        products = (
+            products_by_rows(device, x, groups, columns, depth, w),
+            products_by_rows(device, dy, groups, depth, columns, w),
+            products_by_rows(device, dy, groups, columns, depth, x),
+        )
+        return None if None in products else _Products(*products)  # type: ignore[arg-type]
+
+    def __init__(
+        self, plan: Plan, key: PlanKey, ops: Sequence[Any], products: Sequence[Any]
+    ) -> None:
+        super().__init__(plan, key, ops, products)
+        self._recipe = plan.recipes[0][0]
+        recipe = self._recipe.of_fp8_products
+        self._x_format, self._dy_format = recipe.format("input"), recipe.format("grad")
+        (fc1, fc2), act = self._linears, self._act
+        needs_w2 = fc2.needs.params[0]
+        self._trains = fc2.needs.requires_grad
+        self._quantizes_act = epilogue_quantizes(recipe, fc1.op, act, trains=self._trains)
+        self._saves_act = needs_w2 and not (self._quantizes_act or act.activation_recompute_in_mlp)
+        # Otherwise the activation's backward computes it again, and may quantize it.
+        self._recomputes_act = needs_w2 and not self._saves_act
+        formats = self._dy_format, self._x_format
+        self._writes_act = writes_activation(self._glu, fc1.op.out_features, *formats)
+
+    def prepared(self, *operands: Tensor) -> Any:
+        """Whether these operands are supported: True, or None."""
+        params = operands[self._first_param :]
+        for linear in self._linears:
+            for weight in params[linear.weights]:
+                if not (
+                    (type(weight) in TENSOR_TYPES or isinstance(weight, QuantizedTensor))
+                    and weight.shape == linear.weight_layout[0]
+                    and weight.is_contiguous()
+                    and weight.device == self._device
+                ):
+                    return None
+        biases = [of_one for linear in self._linears for of_one in linear.biases_of(params)]
+        return self._inputs_fit(operands, biases) or None
+
+    def _weights(
+        self, linear: Any, params: Sequence[Tensor]
+    ) -> tuple[ScaledMatrix, ScaledMatrix | None]:
+        """`KMajorOperands` of a linear's weights; stored ones may begin at any address."""
+        options = linear.needs, self._recipe, self._dtype, quantize_weights_k_major
+        row, column = linear.op.quantized_weights(list(params[linear.weights]), *options)
+        return ScaledMatrix(aligned(row.data), row.scale), column
+
+    def forward(self, prepared: Any, *operands: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
+        """The output, and what the backward reads."""
+        x, split_sizes, params = operands[0], operands[1], operands[self._first_param :]
+        scales = operands[2] if self._scaled else None
+        row_scale = operands[self._row_scale] if self._row_scale else None
+        fc1, fc2 = self._linears
+        first = fc1.products.forward(x.shape[0])
+        ends = first.ends(split_sizes, x.shape[0])
+        row, column = self._quantized(x, ends, columnwise=fc1.needs.params[0])
+        assert row is not None
+        (w1, dgrad_w1), (w2, dgrad_w2) = self._weights(fc1, params), self._weights(fc2, params)
+        preact, *act = first.glu(
+            row.data,
+            w1.data.data_ptr(),
+            ends,
+            scales,
+            self._glu,
+            fc1.bias(params),
+            self._trains,
+            operand_scales=scales_by_row(row.scale, w1.scale),
+            out_format=self._x_format if self._quantizes_act else None,
+        )
+        hidden = (
+            KMajorOperands(ScaledMatrix(act[0], act[1].t()), None)
+            if self._quantizes_act
+            else self._quantized(act[0], ends, columnwise=self._saves_act)
+        )
+        y = _mm(fc2.products.forward, hidden.row, w2, ends, fc2.bias(params), row_scale)
+        of_rows = ends, scales, preact, row_scale, fc2.saved_bias(params)
+        weights = *(dgrad_w1 or _NOTHING)[:2], *(dgrad_w2 or _NOTHING)[:2]
+        return y, (*_to_save(column), *_to_save(hidden.column), *of_rows, *weights)
+
+    def backward(
+        self,
+        saved: Sequence[Tensor],
+        grad_output: Tensor,
+        held: bool,
+        contexts: AccumulatingContexts,
+    ) -> Grads:
+        """The gradients of the operands."""
+        x, x_scale, act, act_scale, ends, scales, preact, row_scale, bias2, *weights = saved
+        w1, w2 = ScaledMatrix(*weights[:2]), ScaledMatrix(*weights[2:])
+        (fc1, fc2), dy = self._linears, grad_output
+        # What hooks give back may lie anywhere.
+        direct = not held and self._call_fits(())
+        mm, wgrad = (_mm, _wgrad) if direct else (_library_mm, _library_wgrad)
+        needs_w1, needs_w2 = fc1.needs.params[0], fc2.needs.params[0]
+        needs_b1 = fc1.op.has_bias and fc1.needs.params[-1]
+        dy_row, dy_column = quantize_k_major(
+            dy, self._dy_format, rowwise=True, columnwise=needs_w2, ends=ends
+        )
+        gradients = quantize_glu_backward(
+            mm(fc2.products.data_grad, dy_row, w2, ends),
+            preact,
+            scales,
+            ends,
+            self._glu,
+            self._dy_format,
+            rowwise=fc1.needs.input,
+            columnwise=needs_w1,
+            values=needs_b1,
+            act_format=self._x_format if self._recomputes_act and self._writes_act else None,
+        )
+        hidden = gradients.activation
+        if self._saves_act:
+            hidden = ScaledMatrix(act.t(), act_scale)
+        elif self._recomputes_act and hidden is None:
+            values = self._glu.forward(preact, scales)
+            hidden = self._quantized(values, ends, rowwise=False, columnwise=True).column
+        params2 = (
+            *self._weight_grads(fc2, wgrad, dy_column, hidden, contexts),
+            *fc2.bias_grads(dy, ends, row_scale),
+        )
+        dpreact, dpreact_column = gradients.operands
+        dx = mm(fc1.products.data_grad, dpreact, w1, ends) if fc1.needs.input else None
+        input_ = ScaledMatrix(x.t(), x_scale) if needs_w1 else None
+        params1 = (
+            *self._weight_grads(fc1, wgrad, dpreact_column, input_, contexts),
+            *fc1.bias_grads(gradients.values, ends),
+        )
+        of_scales = () if scales is None else (gradients.scales,)
+        of_bias = () if row_scale is None else fc2.scale_grads(dy, ends, row_scale, bias2)
+        return dx, None, *of_scales, None, *of_bias, *params1, *params2
+
+    def _quantized(
+        self, x: Tensor, ends: Tensor, *, rowwise: bool = True, columnwise: bool
+    ) -> KMajorOperands:
+        """An input of a linear for its products."""
+        fmt = self._x_format
+        return quantize_k_major(x, fmt, rowwise=rowwise, columnwise=columnwise, ends=ends)
+
+    @staticmethod
+    def _weight_grads(
+        linear: Any,
+        wgrad: Callable[..., Tensor],
+        dy: ScaledMatrix | None,
+        x: ScaledMatrix | None,
+        contexts: AccumulatingContexts,
+    ) -> Grads:
+        """The gradients of a linear's weights; the operands are None if they are not needed."""
+        if dy is None or x is None:
+            return (None,) * linear.op.num_weights
+        return linear.weight_grads(
+            partial(wgrad, linear.products.weight_grad), dy, x, dy.ends, contexts
+        )
+
+
+_NOTHING = None, None
+
+
+def _to_save(column: ScaledMatrix | None) -> tuple[Tensor | None, Tensor | None]:
+    """Elements and scales, contiguous; see `Sm90Fp8Kernels.saved_rows`."""
+    return _NOTHING if column is None else (column.data.t(), column.scale)

@@ -1,0 +1,282 @@
+"""Grouped MLPs by FP8 products as one node without contexts: the bits of the ops, and no others."""
+
+import pytest
+import reference as ref
+import torch
+from number_formats import BLOCK_FP8, CURRENT_FP8
+from sm90_launches import is_direct, ops_only, sm90_on_cpu
+from torch.utils.checkpoint import checkpoint
+
+import fusible as fz
+from fusible.fuser import run as fuser_run
+from fusible.recipes import Float8BlockScaling, Float8CurrentScaling, Format, MXFP8BlockScaling
+from fusible.testing import assume_target
+
+SIZES = [129, 0, 37, 1]
+ROWS = sum(SIZES) + 5  # the last ones belong to no group
+HIDDEN, INNER = 144, 256
+BF16 = torch.bfloat16
+RECIPES = {
+    "block": BLOCK_FP8,
+    "hybrid": Float8BlockScaling(fp8_format=Format.HYBRID),
+    "current": CURRENT_FP8,
+    "current, hybrid": Float8CurrentScaling(),
+    "mxfp8": MXFP8BlockScaling(fp8_products=True),
+}
+
+
+def mlp(stored=None, act=None, inner=INNER, **options):
+    options = {"bias": False, "dtype": BF16, "single_grouped_weight": True} | options
+    scale_bias = options.pop("scale_bias", False)
+    act = act or fz.ScaledSwiGLU()
+    torch.manual_seed(1)
+    with fz.quantized_model_init(enabled=stored is not None, recipe=stored):
+        return fz.Sequential(
+            fz.GroupedLinear(len(SIZES), HIDDEN, (1 + act.gated) * inner, **options),
+            act,
+            fz.GroupedLinear(len(SIZES), inner, HIDDEN, scale_bias=scale_bias, **options),
+        )
+
+
+def inputs(model):
+    torch.manual_seed(3)
+    x = torch.randn(ROWS, HIDDEN).to(BF16).requires_grad_()
+    splits, scales = torch.tensor(SIZES), torch.rand(ROWS, requires_grad=True)
+    of_bias = torch.rand(ROWS).to(BF16).requires_grad_()
+    of_act = [scales] * model[1].num_extra_inputs
+    return x, splits, *of_act, splits, *[of_bias] * model[2].scale_bias
+
+
+def with_biases(model):
+    for name, p in model.named_parameters():
+        if "bias" in name:
+            torch.nn.init.normal_(p)
+    return model
+
+
+def leaves(model, given):
+    return [t for t in (*given, *model.parameters()) if t.requires_grad]
+
+
+def call(model, recipe, given, prepared=True):
+    with (
+        assume_target("sm90"),
+        sm90_on_cpu() if prepared else ops_only(),
+        fz.autocast(recipe=recipe),
+    ):
+        y = model(*given)
+        assert model.plan.fired == ("grouped_mlp_sm90_fp8",)
+        return y
+
+
+def gradients(model, given, y, prepared=True, **options):
+    torch.manual_seed(4)
+    with assume_target("sm90"), sm90_on_cpu() if prepared else ops_only():
+        return torch.autograd.grad(y, leaves(model, given), torch.randn_like(y), **options)
+
+
+def both(model, recipe, given, prepared):
+    y = call(model, recipe, given, prepared)
+    assert is_direct(y) == prepared
+    return y, *gradients(model, given, y, prepared)
+
+
+def assert_equals_the_ops(model, recipe, given=None):
+    given = given or inputs(model)
+    got, want = (both(model, recipe, given, prepared) for prepared in (True, False))
+    assert got[0].any()
+    ref.assert_equal(got, want)
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("stored", [False, True], ids=["", "stored"])
+@pytest.mark.parametrize("single", [True, False], ids=["single", "separate"])
+def test_equals_the_ops(recipe, stored, single):
+    assert_equals_the_ops(mlp(recipe if stored else None, single_grouped_weight=single), recipe)
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("frozen", ["x", "weight", "0.weight", "2.weight", "x and scales"])
+def test_equals_the_ops_where_something_is_frozen(recipe, frozen):
+    model = mlp()
+    given = inputs(model)
+    for name, t in (("x", given[0]), ("scales", given[2]), *model.named_parameters()):
+        t.requires_grad_(name not in frozen.split(" and ") and not name.endswith("." + frozen))
+    assert_equals_the_ops(model, recipe, given)
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize(
+    "act",
+    [
+        fz.SwiGLU,
+        fz.ScaledSReLU,
+        fz.ScaledSiTUGLU,
+        lambda: fz.ScaledSwiGLU(32),
+        lambda: fz.ScaledSReLU(activation_recompute_in_mlp=True),
+    ],
+    ids=["SwiGLU", "ScaledSReLU", "ScaledSiTUGLU", "interleaved", "recomputed"],
+)
+def test_equals_the_ops_for_other_activations(recipe, act):
+    assert_equals_the_ops(mlp(act=act()), recipe)
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("single", [True, False], ids=["single", "separate"])
+@pytest.mark.parametrize("scale_bias", [False, True], ids=["", "scaled"])
+@pytest.mark.parametrize("frozen", ["", "0.", "2.bias", "weight", "scales of bias"])
+@pytest.mark.parametrize("act", [fz.ScaledSwiGLU, fz.ScaledSReLU])
+def test_equals_the_ops_with_biases(recipe, single, scale_bias, frozen, act):
+    options = {"single_grouped_weight": single, "single_grouped_bias": single}
+    model = with_biases(mlp(act=act(), bias=True, scale_bias=scale_bias, **options))
+    given = inputs(model)
+    of_bias = [("scales of bias", given[-1])] * scale_bias
+    for name, t in (*of_bias, *model.named_parameters()):
+        if frozen and frozen in name and (frozen != "0." or "bias" in name):
+            t.requires_grad_(False)
+    assert_equals_the_ops(model, recipe, given)
+
+
+@pytest.mark.parametrize("inner", [16, 192, 320])
+def test_equals_the_ops_where_blocks_are_short(inner):
+    """No epilogue quantizes the activation then: its backward could not."""
+    assert_equals_the_ops(mlp(inner=inner, act=fz.ScaledSReLU()), BLOCK_FP8)
+    if inner % 64 == 0:
+        assert_equals_the_ops(mlp(inner=inner), BLOCK_FP8)
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("until_updated", [False, True])
+def test_equals_the_ops_with_weights_that_are_reused(recipe, until_updated):
+    model = mlp()
+    with fz.reuse_quantized_weights(model, until_updated=until_updated):
+        for _ in range(2):
+            assert_equals_the_ops(model, recipe)
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_without_gradients(recipe):
+    model = mlp(recipe)
+    given = inputs(model)
+    taken = []
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        run = fuser_run.run_fast_path
+        patch.setattr(fuser_run, "run_fast_path", lambda *a: taken.append(a) or run(*a))
+        y = call(model, recipe, given)
+    assert len(taken) == 1
+    with torch.no_grad():
+        assert torch.equal(y, call(model, recipe, given, prepared=False))
+
+
+@pytest.mark.parametrize(
+    "options", [{"accumulate_into_main_grad": True}, {"delay_wgrad_compute": True}], ids=str
+)
+@pytest.mark.parametrize("use_reentrant", [None, True, False], ids=["", "reentrant", "checkpoint"])
+def test_gradients_outside_of_autograd(options, use_reentrant):
+    model = mlp(**options)
+    given = inputs(model)
+
+    def steps(prepared):
+        for t in leaves(model, given):
+            t.grad = None
+        for i, weight in enumerate(model.parameters()):
+            if model[0].accumulate_into_main_grad:
+                weight.main_grad = torch.full_like(weight, 0.5, dtype=torch.float32)
+                weight.grad_added_to_main_grad, weight.overwrite_main_grad = False, i == 0
+        with (
+            assume_target("sm90"),
+            sm90_on_cpu() if prepared else ops_only(),
+            fz.autocast(recipe=BLOCK_FP8),
+        ):
+            for _ in range(2):
+                if use_reentrant is None:
+                    y = model(*given)
+                    assert is_direct(y) == prepared
+                else:
+                    y = checkpoint(model, *given, use_reentrant=use_reentrant)
+                y.backward(torch.ones_like(y))
+            for _ in range(2 * model[0].delay_wgrad_compute):
+                for op in model[::2]:
+                    op.backward_dw()
+        of_weights = [getattr(w, "main_grad", w.grad) for w in model.parameters()]
+        return [given[0].grad, given[2].grad, *of_weights]
+
+    ref.assert_equal(steps(True), steps(False))
+
+
+def test_a_graph_that_is_kept():
+    model = mlp()
+    given = inputs(model)
+    y = call(model, BLOCK_FP8, given)
+    first, again = (gradients(model, given, y, retain_graph=keep) for keep in (True, False))
+    ref.assert_equal(first, again)
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_saved_tensors_may_come_back_laid_out_otherwise(recipe):
+    model = mlp(recipe)
+    given = inputs(model)
+
+    def elsewhere(t):
+        padded = t.new_empty(*t.shape[:-1], t.shape[-1] + 3) if t.dim() else t
+        padded[..., 1:-2] = t
+        return padded[..., 1:-2]
+
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: elsewhere(t.detach()) if t.is_floating_point() and t.numel() else t, lambda t: t
+    ):
+        y = call(model, recipe, given)
+    assert is_direct(y)
+    ref.assert_equal(gradients(model, given, y), both(model, recipe, given, False)[1:])
+
+
+def test_a_stored_weight_may_begin_anywhere():
+    model = mlp(BLOCK_FP8)
+    with torch.no_grad():
+        for op in model[::2]:
+            weight = op.weight
+            data = weight.pieces()
+            name, piece = next(iter(data.items()))
+            moved = torch.cat(
+                [piece.new_zeros(1, dtype=torch.uint8), piece.view(torch.uint8).flatten()]
+            )
+            piece.set_(moved.untyped_storage(), 1, piece.shape, piece.stride())
+    assert op.weight.pieces()[name].data_ptr() % 16
+    assert_equals_the_ops(model, BLOCK_FP8)
+
+
+@pytest.mark.parametrize(
+    ("model", "change"),
+    [
+        (mlp, lambda x: x[None]),
+        (mlp, lambda x: torch.stack([x, x], -1)[..., 0]),
+        (mlp, lambda x: x[:0]),
+        (lambda: transposed(mlp()), lambda x: x),
+    ],
+    ids=["3-D", "strided", "no rows", "transposed"],
+)
+def test_what_asks_for_more_goes_the_op_s_way(model, change):
+    model = model()
+    x, _, scales, _ = inputs(model)
+    x = change(x)
+    splits = torch.tensor(SIZES) * (x.numel() > 0)
+    given = x, splits, scales[: x.shape[-2]].expand(x.shape[:-1]), splits
+    got = call(model, BLOCK_FP8, given)
+    assert not is_direct(got)
+    ref.assert_equal([got], [call(model, BLOCK_FP8, given, prepared=False)])
+
+
+def transposed(model):
+    for op in model[::2]:
+        op.weight = torch.nn.Parameter(op.weight.detach().mT.contiguous().mT)
+    return model
+
+
+def test_recipes_by_op_go_the_ops_way():
+    model = mlp()
+    given = inputs(model)
+    with assume_target("sm90"), sm90_on_cpu():
+        with fz.autocast(recipe=BLOCK_FP8):
+            assert is_direct(model(*given))
+        with fz.autocast(recipe=BLOCK_FP8), fz.checking():
+            assert not is_direct(model(*given))
