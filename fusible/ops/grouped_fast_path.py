@@ -284,7 +284,7 @@ class GroupedFastPath:
             save_preact = last.needs.requires_grad
             preact, y = products.glu(x, w, ends, scales, self._glu, bias, save_preact)
         for products, w, bias in second:
-            y = products.forward(y, w, ends, bias, row_scale)
+            y = products.forward(y, w, ends, bias, row_scale, reads_ahead=True)
         x_to_save = x if first.needs.params[0] else None
         saved = x_to_save, ends, scales, preact, row_scale, last.saved_bias(params)
         weights = [w for linear in self._linears for w in linear.weights_to_save(params)]

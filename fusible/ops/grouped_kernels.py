@@ -409,7 +409,10 @@ def _matmul(
             transpose_w = data_grad and w_scale is None  # FP8 ones are transposed already
             bias = None if data_grad else call.linear.stacked_bias(ctx, value_dtype(x.dtype))
             options = bias, row_scale, transpose_w, out, x_scale, w_scale
-            y = grouped.grouped_mm(x, w, ends, *options, zero_tail=ctx.zero_tail)
+            # Not if the weights have just been made of the parameters.
+            ahead = ctx.reads_ahead and w[0] is ctx.parameters[0]
+            tail = ctx.zero_tail
+            y = grouped.grouped_mm(x, w, ends, *options, zero_tail=tail, reads_ahead=ahead)
             return cast(y, ctx.dtype)
     y = cast(y, ctx.dtype)
     return y if out is None else out.copy_(y)

@@ -148,6 +148,40 @@ def test_rows_of_a_low_tile_do_not_mix(n):
             assert low[part].isfinite().all() == (e not in (1, 3))
 
 
+@pytest.mark.parametrize(
+    "tile", [tile for tile in tiles.TILES["store"] if tile.may_read_ahead], ids=str
+)
+@pytest.mark.parametrize("how", ["k", "n"])
+@pytest.mark.parametrize("inner", [64, 256, 1536])
+@pytest.mark.parametrize(
+    "sizes", [(1,) * 8 + (0,) * 56, (0,) * 8, (70, 0, 200, 3), (16,) * 300], ids=len
+)
+def test_weights_are_read_ahead(tile, how, inner, sizes):
+    """In a captured graph, right behind the product that makes the rows; the same bits."""
+    ends, x = ends_of(sizes), rows(sizes, 5, 512)
+    w1, bias = random(len(sizes), 2 * inner, 512), random(len(sizes), 328)
+    w2 = [stored(random(len(sizes), 328, inner), how) for _ in range(4)]
+
+    def chain(reads_ahead):
+        found = []
+        for w in w2:
+            _, act = ops.grouped_glu(x, [w1], ends, None, Glu("swiglu"), None, False)
+            found.append(ops.grouped_mm(act, w, ends, bias, reads_ahead=reads_ahead))
+        return found
+
+    with torch.no_grad(), in_tile(tile):
+        want = chain(False)
+        chain(True)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = chain(True)
+        for _ in range(3):
+            for t in got:
+                t.fill_(math.nan)
+            graph.replay()
+            assert all([torch.equal(mine, own) for mine, own in zip(got, want, strict=True)])
+
+
 # A tile of each width that an activation's backward may get.
 WIDTHS_OF_DGLU = list({tile.n: tile for tile in tiles.TILES["dglu"]}.values())
 WIDTHS_OF_DACT = list({tile.n: tile for tile in tiles.TILES["dact"]}.values())

@@ -89,11 +89,12 @@ def grouped_mm(
     w_scale: Tensor | None = None,
     *,
     zero_tail: bool = True,
+    reads_ahead: bool = False,
 ) -> Tensor:
     """`definitions.grouped_mm`, in ``out`` if given."""
     memory = None if out is None or out.dtype != value_dtype(x.dtype) else out
     options = bias, row_scale, transpose_w, x_scale, w_scale
-    y = _grouped_mm(x, w, ends, *options, out=memory, zero_tail=zero_tail)
+    y = _grouped_mm(x, w, ends, *options, out=memory, zero_tail=zero_tail, reads_ahead=reads_ahead)
     return y if out is None or y is out else out.copy_(y)
 
 

@@ -71,6 +71,7 @@ def grouped_mm(
     *,
     out: Tensor | None = None,
     zero_tail: bool = True,
+    reads_ahead: bool = False,
 ) -> Tensor:
     """``x @ w[e].T + bias[e] * row_scale`` for the rows of each group e.
 
@@ -78,7 +79,8 @@ def grouped_mm(
     ``[E, N]``, ``row_scale`` has one value for each row. FP8 operands are ``x`` ``[M, K]`` with
     ``x_scale`` ``[M, ceil(K / 128)]`` and ``w`` with ``w_scale``
     ``[E, ceil(N / 128), ceil(K / 128)]``, not transposed. ``out`` is memory for the result, of its
-    shape and dtype, which implementations may leave alone.
+    shape and dtype, which implementations may leave alone. ``reads_ahead`` promises that the kernel
+    ahead on the stream writes neither ``w`` nor ``ends``, which may be read before it has ended.
     """
     check_scale_pair(x_scale, w_scale)
     if x_scale is not None and w_scale is not None:

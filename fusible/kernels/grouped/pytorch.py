@@ -55,7 +55,7 @@ def grouped_mm(
     w_scale: Tensor | None = None,
     *,
     out: Tensor | None = None,
-    zero_tail: bool = True,
+    **promises: bool,
 ) -> Tensor | NotImplementedType:
     """`definitions.grouped_mm`."""
     if x_scale is not None and w_scale is not None:

@@ -184,12 +184,14 @@ def grouped_mm(
     *,
     out: Tensor | None = None,
     zero_tail: bool = True,
+    reads_ahead: bool = False,
 ) -> Tensor | NotImplementedType:
     """`definitions.grouped_mm`."""
     operands = _operands("x", x, w, ends, transpose_w, x_scale, w_scale)
     if operands is None:
         return NotImplemented
-    x, pitch, w, (groups, *features), address, table, products, scales = operands
+    x, pitch, matrices, (groups, *features), address, table, products, scales = operands
+    reads_ahead = reads_ahead and matrices is w  # a copy has just been written
     shape, dtype = (x.shape[0], features[transpose_w]), products.value_dtype
     if bias is not None:
         check_tensor("bias", bias, (groups, shape[1]), dtype, x.device)
@@ -200,8 +202,9 @@ def grouped_mm(
         if not out.is_contiguous() or out.data_ptr() % limits.ALIGNMENT_BYTES:
             out = None
     return products.forward(
-        x, address, ends, bias, row_scale, out, transpose_w, table, pitch, scales, zero_tail
-    )
+        x, address, ends, bias, row_scale, out, transpose_w, table, pitch, scales, zero_tail,
+        reads_ahead,
+    )  # fmt: skip
 
 
 def grouped_glu(

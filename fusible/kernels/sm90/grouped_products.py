@@ -76,7 +76,7 @@ class WeightProducts:
 
     def _rows_launch(self, *key: Any) -> Launch:
         """The launch of a product of rows with that key among those of this weight, made once."""
-        kind, transpose, bias, scale, glu, save_preact, pitch, preact_pitch, out_format = key
+        kind, transpose, bias, scale, glu, save_preact, pitch, preact_pitch, out_format, ahead = key
         if scale is not None and not is_row_scale(scale):
             raise ValueError(f"scales must be a float tensor, got {scale}")
         weight = self._layouts[transpose]
@@ -104,6 +104,7 @@ class WeightProducts:
             save_preact=save_preact,
             out_format=out_format,
             out_dtype=DTYPE_NAMES[self.value_dtype],
+            reads_ahead=ahead and tile.may_read_ahead and not self._separate,
         )
         launch = self._launches[key] = Launch(
             spec,
@@ -174,12 +175,13 @@ class WeightProducts:
         pitch: int = 0,
         operand_scales: tuple[int, ...] = NO_SCALES,
         zero_tail: bool = True,
+        reads_ahead: bool = False,
     ) -> Tensor:
         """`grouped_mm`, into a contiguous ``out`` if there is one."""
         if bias is None:
             row_scale = None  # it multiplies the bias only
         scale = None if row_scale is None else row_scale.dtype
-        key = "store", transpose, bias is not None, scale, None, False, pitch, 0, None
+        key = "store", transpose, bias is not None, scale, None, False, pitch, 0, None, reads_ahead
         launch = self._launches.get(key) or self._rows_launch(*key)
         y = out
         if y is None:
@@ -201,7 +203,7 @@ class WeightProducts:
 
     def dgrad(self, dy: Tensor, w: int, ends: Tensor) -> Tensor:
         """`grouped_mm` with ``transpose_w``."""
-        key = "store", True, False, None, None, False, 0, 0, None
+        key = "store", True, False, None, None, False, 0, 0, None, False
         launch = self._launches.get(key) or self._rows_launch(*key)
         dx = dy.new_empty(dy.shape[0], self._depth)
         launch(dy.shape[0], dy.data_ptr(), w, dx.data_ptr(), ends.data_ptr())
@@ -224,7 +226,7 @@ class WeightProducts:
     ) -> tuple[Tensor, ...]:
         """`grouped_glu`; with ``out_format`` `grouped_glu_quantized`."""
         scale, kind = None if scales is None else scales.dtype, FORWARD[glu.sides - 1]
-        key = kind, False, bias is not None, scale, glu, save_preact, pitch, 0, out_format
+        key = kind, False, bias is not None, scale, glu, save_preact, pitch, 0, out_format, False
         launch = self._launches.get(key) or self._rows_launch(*key)
         rows, columns = x.shape[0], self._columns
         preact = x.new_empty(rows if save_preact else 0, columns, dtype=self.value_dtype)
@@ -266,7 +268,8 @@ class WeightProducts:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`grouped_dglu`; ``overwrite`` is for a contiguous pre-activation."""
         scale = None if scales is None else scales.dtype
-        key = BACKWARD[glu.sides - 1], True, False, scale, glu, False, pitch, preact_pitch, None
+        kind = BACKWARD[glu.sides - 1]
+        key = kind, True, False, scale, glu, False, pitch, preact_pitch, None, False
         launch = self._launches.get(key) or self._rows_launch(*key)
         rows = dy.shape[0]
         # A block of pre-activations is read once, by the warps that then write its gradient.

@@ -41,6 +41,11 @@ class Tile(NamedTuple):
         return 1 if self.pingpong else 2
 
     @property
+    def may_read_ahead(self) -> bool:
+        """Whether a block knows its first tile, and loads it alone."""
+        return not self.dynamic and self.cluster_m * self.cluster_n == 1
+
+    @property
     def slabs(self) -> int:
         """Slabs of 64 rows of a tile that a warpgroup computes; 1 if the tile has 16 rows."""
         return -(-self.m // (WARPGROUP_ROWS * self.warpgroups))
@@ -87,6 +92,7 @@ class Spec(NamedTuple):
     out_format: NumberFormat | None = None  # `FORWARD`: if the output is quantized, in 1x128 blocks
     out_dtype: str = "bfloat16"
     accumulate: bool = False
+    reads_ahead: bool = False  # store: weights and group ends are read before the kernel ahead ends
 
     @property
     def is_backward(self) -> bool:
@@ -217,7 +223,7 @@ class Spec(NamedTuple):
         It pays where reading them is most of the work, which is where tiles are not dynamic.
         """
         static = not self.tile.dynamic and self.tile.cluster_m == 1
-        return self.by_rows and static and not self.table
+        return self.by_rows and static and not (self.table or self.reads_ahead)
 
     @property
     def stage_bytes(self) -> int:

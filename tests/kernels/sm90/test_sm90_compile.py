@@ -33,6 +33,7 @@ def variants(kind, tile):
             if supports_tile(kind, tile, "k", 0, True)
             else {}
         )
+        yield from [{"reads_ahead": True}] * tile.may_read_ahead
         if usual:
             yield {"weight_major": "k"}
     elif kind == "glu" and not supports_tile("glu", tile, "n", 0, True):
@@ -254,6 +255,20 @@ def test_the_activations_backward_takes_turns(kind):
     """Without them its warpgroups would wait for each other for ever."""
     spec = Spec(kind, Tile(128, 128, pingpong=False, cluster_n=2), activation="swiglu")
     with pytest.raises(ValueError, match=r"must be ping-pong, .* got 128x128co12; pass pingpong"):
+        compile_kernel(GEMM, (spec,))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        Spec("store", Tile(64, 128, cluster_n=2), reads_ahead=True),
+        Spec("store", Tile(64, 128, dynamic=True), reads_ahead=True),
+        Spec("act", Tile(64, 128), reads_ahead=True, activation="gelu"),
+    ],
+    ids=str,
+)
+def test_only_a_block_s_own_first_tile_is_read_ahead(spec):
+    with pytest.raises(ValueError, match=r"can read ahead, got .*; pass reads_ahead=False"):
         compile_kernel(GEMM, (spec,))
 
 

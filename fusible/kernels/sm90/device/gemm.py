@@ -17,7 +17,12 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as hopper
 
 from fusible.kernels.sm90.device.addressing import address_by_distance, address_rows_by_group
-from fusible.kernels.sm90.device.loads import load_operands, load_preacts, prefetch_weights
+from fusible.kernels.sm90.device.loads import (
+    load_operands,
+    load_preacts,
+    prefetch_weights,
+    wait_for_kernel_ahead,
+)
 from fusible.kernels.sm90.device.parts import (
     CUTLASS_DTYPES,
     WARPGROUP,
@@ -55,6 +60,11 @@ class GroupedGemm:
                     f"16 in ping-pong in a forward without FP8 numbers, got {spec.tile} of "
                     f"{spec.kind}; pass other rows"
                 )
+        if spec.reads_ahead and not (spec.kind == "store" and spec.tile.may_read_ahead):
+            raise ValueError(
+                "only a plain product whose tiles are neither dynamic nor of clusters can read "
+                f"ahead, got {spec.tile} of {spec.kind}; pass reads_ahead=False"
+            )
         self.spec, self.tile = spec, spec.tile
         names = spec.dtype, spec.b_dtype or spec.dtype, spec.value_dtype, spec.out_dtype
         dtypes = [CUTLASS_DTYPES[name] for name in names]
@@ -459,9 +469,8 @@ class GroupedGemm:
             if const_expr(spec.prefetches_weights):  # noqa: SIM102 (decided when compiling)
                 if warp_index == 0:
                     prefetch_weights(spec, problem, operands, first_tile, in_cluster, across)
-            cute.arch.griddepcontrol_wait()
-            # The next kernel may come as soon as a block of this one leaves it room.
-            cute.arch.griddepcontrol_launch_dependents()
+            if const_expr(not spec.reads_ahead):
+                wait_for_kernel_ahead()
             if (warp_index == 2) & (rank == 0):
                 tile_rows = tile.m * tile.cluster_m if const_expr(spec.by_rows) else 0
                 bounds = total_rows, tail_end

@@ -84,6 +84,12 @@ def prefetch_weights(
                 cute.prefetch(operands.load_b.atom, boxes[part][1][None, step])
 
 
+def wait_for_kernel_ahead():
+    """Wait until the kernel ahead has ended; the next one may begin where this one leaves room."""
+    cute.arch.griddepcontrol_wait()
+    cute.arch.griddepcontrol_launch_dependents()
+
+
 @cute.jit
 def load_operands(
     spec: cutlass.Constexpr[Spec],
@@ -94,7 +100,8 @@ def load_operands(
 ):
     """Keep the operand stages of a ring filled; by one warp.
 
-    Each of two rings is filled for every other tile.
+    Each of two rings is filled for every other tile. With `Spec.reads_ahead` the first tile's
+    weights are loaded before the kernel ahead has ended, as far as there are stages.
     """
     tile, in_cluster = spec.tile, tiles.in_cluster
     load_a, load_b, ring = operands.load_a, operands.load_b, operands.pipeline
@@ -111,6 +118,18 @@ def load_operands(
     state = ring_state(spec, pipeline.PipelineUserType.Producer)
     turn = Int32(0)
     read, valid, group, m, n, start, rows = tiles.next(tiles.begin())
+    ahead = Int32(0)  # steps whose weights are loaded
+    if const_expr(spec.reads_ahead):
+        if valid:
+            coord = tile_coord(spec, in_cluster, group, m, n, start, rows)
+            boxes_b = _weight_boxes(spec, problem, operands, group, coord.column, in_cluster)
+            ahead = cutlass.min(steps_of(spec, problem, group, rows), spec.stages)
+            for step in cutlass.range(ahead, unroll=1):
+                ring.producer_acquire(state)
+                _load_weights(spec, ring, state, load_b, boxes_b, step, mask_b)
+                state.advance()
+        wait_for_kernel_ahead()
+        state = ring_state(spec, pipeline.PipelineUserType.Producer)
     while valid:
         coord = tile_coord(spec, in_cluster, group, m, n, start, rows)
         tensor_a, offset_a, boxes_b = _operand_boxes(spec, problem, operands, coord, in_cluster)
@@ -122,8 +141,13 @@ def load_operands(
             turn = 1 - turn
         for step in cutlass.range(steps, unroll=1):
             at = in_ring(spec, state, which)
-            ring.producer_acquire(at)
             barrier, stage = ring.producer_get_barrier(at), at.index
+            if const_expr(not spec.reads_ahead):
+                ring.producer_acquire(at)
+            else:  # noqa: PLR5501 (the other one is decided when compiling)
+                if step >= ahead:
+                    ring.producer_acquire(at)
+                    _load_weights(spec, ring, at, load_b, boxes_b, step, mask_b)
             cute.copy(
                 load_a.atom,
                 from_a[None, step],
@@ -131,25 +155,32 @@ def load_operands(
                 tma_bar_ptr=barrier,
                 mcast_mask=mask_a,
             )
-            for part in cutlass.range_constexpr(spec.b_parts):
-                to_b, from_b = boxes_b[part]
-                cute.copy(
-                    load_b.atom,
-                    from_b[None, step],
-                    to_b[None, stage * spec.b_parts + part],
-                    tma_bar_ptr=barrier,
-                    mcast_mask=mask_b,
-                )
+            if const_expr(not spec.reads_ahead):
+                _load_weights(spec, ring, at, load_b, boxes_b, step, mask_b)
             if const_expr(spec.b_scale_layout == "rows"):
                 block = start // FP8_BLOCK + step
                 _load_column_scales(spec, operands, coord.column, block, stage, barrier)
             state.advance()
+        ahead = Int32(0)
         read, valid, group, m, n, start, rows = tiles.next(read)
     # Wait until the cluster has read what this block sent, before it may exit.
     for _ in cutlass.range_constexpr(state.stages):
         at = in_ring(spec, state, which)
         ring.sync_object_empty.wait(at.index, at.phase)
         state.advance()
+
+
+def _load_weights(spec, ring, at, load_b, boxes, step, mask):
+    """Load a step's weights to the stage ``at``."""
+    for part in range(spec.b_parts):
+        to_b, from_b = boxes[part]
+        cute.copy(
+            load_b.atom,
+            from_b[None, step],
+            to_b[None, at.index * spec.b_parts + part],
+            tma_bar_ptr=ring.producer_get_barrier(at),
+            mcast_mask=mask,
+        )
 
 
 def _operand_boxes(spec, problem, operands, coord, in_cluster):
