@@ -80,16 +80,17 @@ class OperandCache:
         stored = stored_tensors(weights)
         versions: tuple[Any, ...] = ()
         if self.until_updated:
-            if not all([t.is_leaf and not t.is_inference() for t in stored]):
-                return make()
-            watched = (*stored, *self._shards)
+            for t in stored:
+                if t.is_inference() or not t.is_leaf:
+                    return make()
             # An assignment to .data changes no version, and may give another view of the same
             # memory. Held, so that nothing else gets the memory.
             memory = [
-                (t.untyped_storage(), t.storage_offset(), t.shape, t.stride()) for t in stored
+                (t._version, t.untyped_storage(), t.storage_offset(), t.shape, t.stride())
+                for t in stored
             ]
-            counts = _Steps.count, UnseenWrites.gathers
-            versions = (*counts, *[t._version for t in watched], *memory)
+            of_shards = [t._version for t in self._shards]
+            versions = _Steps.count, UnseenWrites.gathers, of_shards, memory
         entry = self._cached
         if entry.versions != versions or not _same(entry.stored, stored):
             # The old operands are freed before new ones are made.
@@ -128,9 +129,10 @@ def _reference(t: Tensor) -> _Reference:
 def _same(known: Sequence[_Reference], tensors: Sequence[Tensor]) -> bool:
     if len(known) != len(tensors):
         return False
-    held = [of() if isinstance(of, ref) else of for of in known]
-    pairs = zip(held, tensors, strict=True)
-    return all([of == id(t) if isinstance(of, int) else of is t for of, t in pairs])
+    for of, t in zip(known, tensors, strict=True):
+        if not (of == id(t) if isinstance(of, int) else (of() if isinstance(of, ref) else of) is t):
+            return False
+    return True
 
 
 def _stream(device: torch.device) -> tuple[torch.device, int]:
