@@ -63,8 +63,8 @@ class OperationContext:
         kernels: what the op's plan selected for it (``Plan.kernels``), None for its default.
         zero_tail: whether rows past the last group's end must be zero in what the op makes; False
             where a fused op covers all that could read them.
-        reads_ahead: in the forward, whether the launch ahead of the op's product writes neither the
-            group ends nor parameters (`fusible.kernels.grouped.definitions.grouped_mm`).
+        reads_ahead: in the forward, whether the launch ahead of the op's own writes neither a
+            parameter nor an extra input; a fused op knows what it launched.
         memo: in the forward, values that the ops of this one call share, by what they derive from.
         writable_extra: slots of the extra tensors that the op may write to: in the forward of its
             extra inputs, in the backward of the gradients of its extra outputs. Known where an op

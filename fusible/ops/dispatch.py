@@ -601,7 +601,7 @@ class Combine(BasicOperation):
         ctx.rows_dtype = rows.dtype
         saved = (flat, rows, scales) if self.weighted else (flat,)
         if self.process_group is None:
-            y, _ = moe.gather_sum(rows, flat, scales, None)
+            y, _ = moe.gather_sum(rows, flat, scales, None, reads_ahead=ctx.reads_ahead)
             ctx.save_for_backward(*saved)
             return y.view(*row_map.shape[:-1], rows.shape[1])
         ctx.exchange, sent_map = self._exchange(flat, *others[:2])

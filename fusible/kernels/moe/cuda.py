@@ -210,6 +210,8 @@ def gather_sum(
     weights: Tensor | None,
     values: Tensor | None,
     out: PeerRows | None = None,
+    *,
+    reads_ahead: bool = False,
 ) -> tuple[Tensor | PeerRows, Tensor] | NotImplementedType:
     """`definitions.gather_sum`, also into ``out``, rows in several memories."""
     if not supports_row_copies(rows, row_map, weights, values):
@@ -220,7 +222,10 @@ def gather_sum(
     else:
         sums, picked = out, _picked_output(rows, row_map, values)
     of_values = "" if values is None else PTX_NAMES[values.dtype]
-    spec = rows_spec(rows, row_map, weights, values=of_values, processes=_part(sums)[1])
+    # Of many tokens it would take registers, and a block waits for others, not for its row map.
+    ahead = reads_ahead and row_map.shape[0] <= FEW_TOKENS and row_map.is_contiguous()
+    options = {"values": of_values, "reads_ahead": ahead, "processes": _part(sums)[1]}
+    spec = rows_spec(rows, row_map, weights, **options)
     inputs = aligned(rows), row_map.contiguous(), _contiguous(weights), _contiguous(values)
     address, *place = _place(sums)
     arguments = *inputs, address, picked, row_map.shape[0], *place

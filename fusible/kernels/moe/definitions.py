@@ -114,12 +114,19 @@ def permute_rows(
 
 
 def gather_sum(
-    rows: Tensor, row_map: Tensor, weights: Tensor | None, values: Tensor | None
+    rows: Tensor,
+    row_map: Tensor,
+    weights: Tensor | None,
+    values: Tensor | None,
+    *,
+    reads_ahead: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """``sum over j of rows[row_map[t, j]]`` (times the weight), where computed; ``[T, H]``.
 
     ``rows`` ``[M, H]``, weights by choice ``[T, k]`` or by row ``[M]``. Also gives ``values``
     ``[M]`` by choice, ``[T, k]``, zero where not computed (empty where there are none).
+    ``reads_ahead``, which a direct call takes, promises that the kernel ahead on the stream does
+    not write ``row_map``, which may be read before it has ended.
     """
     wide = math_dtype(rows.dtype)
     live, index = row_map >= 0, row_map.clamp(min=0)

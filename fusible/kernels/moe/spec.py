@@ -26,6 +26,8 @@ class RowsSpec(NamedTuple):
     """Gather: dtype of one value for each row, copied to the row's choice; empty: none."""
     indexed: bool = False
     """Sums and dots of groups: an index says which row of the matrix each row is."""
+    reads_ahead: bool = False
+    """Gather: whether the row map is read before the kernel ahead has ended."""
     processes: int = 1
     """Scatter, gather: in whose memories the tokens are, equally many in each."""
 

@@ -163,6 +163,25 @@ def _sources(
     _values_to_rows(weights, row_map, moved, sources, tokens, rows, spec, True)
 
 
+class _Choices:
+    """The rows of the choices of a thread's tokens, read at once with `RowsSpec.reads_ahead`."""
+
+    def __init__(self, row_map, first, places, spec):
+        self.row_map, self.first, self.places, self.top_k = row_map, first, places, spec.top_k
+        self.known = {}
+        if spec.reads_ahead:
+            every = [(i, j) for i in range(len(places)) for j in range(spec.top_k)]
+            self.known = {at: self.row(*at) for at in every}
+
+    def row(self, i, j):
+        """That of choice ``j`` of the token at place ``i``, -1 if there is none."""
+        token, _, exists = self.places[i]
+        known = self.known.get((i, j))
+        if known is not None:
+            return known
+        return _row(self.row_map, (self.first + token) * self.top_k + j, exists)
+
+
 @cute.kernel
 def _gather(
     rows: Int64,
@@ -176,15 +195,16 @@ def _gather(
     rank: Int32,
     spec: cutlass.Constexpr,
 ):
-    wait()
     process, first, places = _place(tokens, rank, spec)
+    choices = _Choices(row_map, first, places, spec)
+    wait()
     out = _tokens_of(process, out, offset, spec)
     totals = [[Float32(0)] * spec.per_vector for _ in places]
     for start in cutlass.range_constexpr(0, spec.top_k, TOGETHER):
         loaded = []
-        for token, column, exists in places:
+        for i, (_, column, _) in enumerate(places):
             for j in cutlass.range_constexpr(start, min(start + TOGETHER, spec.top_k)):
-                row = _row(row_map, (first + token) * spec.top_k + j, exists)
+                row = choices.row(i, j)
                 at = rows + (Int64(row) * spec.vectors + column) * 16
                 loaded.append((row, bits.load(at, Int32(row >= 0), 4)))
         at = iter(loaded)
