@@ -15,6 +15,7 @@ from fusible.kernels.moe import cuda as kernels
 from fusible.kernels.moe import definitions
 from fusible.kernels.moe.peers import PeerRows
 from fusible.kernels.moe.spec import FUSED_ROUTER_TOKENS, SortSpec
+from fusible.kernels.sm90.grouped_products import WeightProducts
 
 pytestmark = pytest.mark.gpu
 
@@ -618,6 +619,37 @@ def test_compiled_block():
             assert (mine - theirs).norm() <= 1e-3 * theirs.norm()
         counts.append(counter.frame_count)
     assert counts == counts[:1] * 3
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 9, 64])
+@pytest.mark.parametrize("router", ROUTERS)
+def test_decoding_in_a_graph(tokens, router, monkeypatch):
+    """What is read before the kernel ahead has ended is that of this layer and of this replay."""
+    blocks = [make_block(**ROUTERS[router]).bfloat16().cuda() for _ in range(12)]
+    x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
+
+    @torch.no_grad()
+    def layers():
+        found = [x]
+        for block in blocks:
+            found.append(block(found[-1]) + found[-1])
+        return found[1:]
+
+    graph, captured = graph_of(layers)
+    for seed in range(5):
+        torch.manual_seed(seed)
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        got = [*[t.clone() for t in captured], *layers()]
+        with monkeypatch.context() as patch:
+            product, spec = WeightProducts.forward, kernels.rows_spec
+            patch.setattr(
+                WeightProducts, "forward", lambda *a, reads_ahead=False, **k: product(*a, **k)
+            )
+            patch.setattr(
+                kernels, "rows_spec", lambda *a, **k: spec(*a, **{**k, "reads_ahead": False})
+            )
+            ref.assert_equal(got, 2 * layers())
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 3])

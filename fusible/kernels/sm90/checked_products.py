@@ -203,7 +203,7 @@ def grouped_mm(
             out = None
     return products.forward(
         x, address, ends, bias, row_scale, out, transpose_w, table, pitch, scales, zero_tail,
-        reads_ahead,
+        reads_ahead=reads_ahead,
     )  # fmt: skip
 
 
