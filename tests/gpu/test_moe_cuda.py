@@ -621,6 +621,12 @@ def test_compiled_block():
     assert counts == counts[:1] * 3
 
 
+def waits_first(patch, owner, name):
+    """Let a function of `owner` never read ahead."""
+    function = getattr(owner, name)
+    patch.setattr(owner, name, lambda *a, **k: function(*a, **{**k, "reads_ahead": False}))
+
+
 @pytest.mark.parametrize("tokens", [1, 4, 9, 64])
 @pytest.mark.parametrize("router", ROUTERS)
 def test_decoding_in_a_graph(tokens, router, monkeypatch):
@@ -642,13 +648,8 @@ def test_decoding_in_a_graph(tokens, router, monkeypatch):
         graph.replay()
         got = [*[t.clone() for t in captured], *layers()]
         with monkeypatch.context() as patch:
-            product, spec = WeightProducts.forward, kernels.rows_spec
-            patch.setattr(
-                WeightProducts, "forward", lambda *a, reads_ahead=False, **k: product(*a, **k)
-            )
-            patch.setattr(
-                kernels, "rows_spec", lambda *a, **k: spec(*a, **{**k, "reads_ahead": False})
-            )
+            waits_first(patch, WeightProducts, "forward")
+            waits_first(patch, kernels, "rows_spec")
             ref.assert_equal(got, 2 * layers())
 
 
