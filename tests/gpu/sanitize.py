@@ -102,9 +102,10 @@ def products() -> int:  # noqa: PLR0912 (one branch for each kind of kernel)
         with in_tile(tile):
             for w in ([w2], separate(w2)):
                 ops.grouped_mm(act, w, ends)
+                ops.grouped_mm(act, w, ends, reads_ahead=True)
             for w in ([w1], separate(w1)):
                 ops.grouped_mm(d_preact, w, ends, None, None, True)
-        launches += 4
+        launches += 6
     for tile in own(tiles.TILES["wgrad"]):
         for dtype in (torch.bfloat16, torch.float32):
             grad = torch.zeros(GROUPS, 2 * INNER, HIDDEN, device="cuda", dtype=dtype)
@@ -202,6 +203,7 @@ def rows() -> None:
             few = x[:64], probs[:64], ids[:64], 60, capacity, min(moved, 64 * 4), True
             moe.permute_rows(*few, zero_tail=zero_tail)
         moe.gather_sum(y, row_map, probs, per_row)
+        moe.gather_sum(y, row_map[:64], probs[:64], None, reads_ahead=True)
         apart = in_seven_memories(x)
         moe_kernels.scatter_rows(apart, row_map, probs, moved, True)
         moe_kernels.gather_sum(y, row_map, probs, per_row, apart)
