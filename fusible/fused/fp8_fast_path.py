@@ -22,7 +22,6 @@ from fusible.kernels.quantize.k_major import KMajorOperands, ScaledMatrix, quant
 from fusible.kernels.runtime.launch import TENSOR_TYPES, aligned
 from fusible.kernels.sm90.grouped_products import (
     ProductsByRows,
-    products_by_rows,
     scales_by_reduction,
     scales_by_row,
 )
@@ -87,12 +86,12 @@ class Fp8MLPFastPath(GroupedFastPath):
         formats = [recipe.format(role) for role in ("input", "weight", "grad")]
         x, w, dy = [fmt.element.dtype for fmt in formats]
         groups, columns, depth = op.num_groups, op.out_features, op.in_features
-        products = (
-            products_by_rows(device, x, groups, columns, depth, w),
-            products_by_rows(device, dy, groups, depth, columns, w),
-            products_by_rows(device, dy, groups, columns, depth, x),
+        products = _Products(
+            ProductsByRows(device, x, groups, columns, depth, w),
+            ProductsByRows(device, dy, groups, depth, columns, w),
+            ProductsByRows(device, dy, groups, columns, depth, x),
         )
-        return None if None in products else _Products(*products)  # type: ignore[arg-type]
+        return products if all([one.is_supported for one in products]) else None
 
     def __init__(
         self, plan: Plan, key: PlanKey, ops: Sequence[Any], products: Sequence[Any]

@@ -28,8 +28,8 @@ from fusible.kernels.grouped.groups import checks_enabled
 from fusible.kernels.runtime.launch import TENSOR_TYPES
 from fusible.kernels.sm90.grouped_products import (
     DenseOperand,
+    ProductsByRows,
     can_read_in_place,
-    products_by_rows,
 )
 from fusible.kernels.sm90.operands import is_row_scale
 from fusible.ops.grouped_kernels import LIBRARY, glu_of
@@ -177,7 +177,9 @@ class GroupedFastPath:
         """The products of a linear, by rows; None if the plan multiplies by others."""
         if plan.recipe is not None or any([own.op is not LIBRARY for own in plan.kernels]):
             return None
-        return products_by_rows(device, dtype, op.num_groups, op.out_features, op.in_features)
+        shape = op.num_groups, op.out_features, op.in_features
+        products = ProductsByRows(device, dtype, *shape)
+        return products if products.is_supported else None
 
     def __init__(
         self, plan: Plan, key: PlanKey, ops: Sequence[Any], products: Sequence[Any]

@@ -392,7 +392,11 @@ def can_read_in_place(
 
 
 class ProductsByRows:
-    """The products with contiguous weights of one shape, made once for so many rows."""
+    """The products with contiguous weights of one shape, made once for so many rows.
+
+    Attributes:
+        is_supported: whether the kernels support the dtype and the features on the device.
+    """
 
     def __init__(
         self,
@@ -406,6 +410,7 @@ class ProductsByRows:
         strides = columns * depth, depth, 1
         self._layout = device, dtype, (groups, columns, depth), strides, False
         self._groups, self._b_dtype = groups, b_dtype
+        self.is_supported = supports(device, dtype, columns, depth)
         self._made: dict[int, WeightProducts] = {}
 
     def __call__(self, rows: int) -> WeightProducts:
@@ -414,23 +419,9 @@ class ProductsByRows:
         cached = self._made.get(rows)
         if cached is None:
             products = cached_products(*self._layout, rows, self._b_dtype)
-            assert products is not None  # checked by `products_by_rows`
+            assert products is not None  # if supported
             cached = self._made[rows] = products
         return cached
-
-
-def products_by_rows(
-    device: torch.device,
-    dtype: torch.dtype,
-    groups: int,
-    columns: int,
-    depth: int,
-    b_dtype: torch.dtype | None = None,
-) -> ProductsByRows | None:
-    """The products with weights ``[groups, columns, depth]``, None if no kernel supports them."""
-    if not supports(device, dtype, columns, depth):
-        return None
-    return ProductsByRows(device, dtype, groups, columns, depth, b_dtype)
 
 
 def scales_by_row(x_scale: Tensor, w_scale: Tensor) -> tuple[int, ...]:
