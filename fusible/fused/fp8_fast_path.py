@@ -17,7 +17,11 @@ from fusible.fused.sm90_fp8_kernels import epilogue_quantizes, quantize_weights_
 from fusible.fuser.plan import Plan
 from fusible.fuser.plan_key import PlanKey
 from fusible.kernels import grouped
-from fusible.kernels.quantize.glu_backward import quantize_glu_backward, writes_activation
+from fusible.kernels.quantize.glu_backward import (
+    GluGradients,
+    quantize_glu_backward,
+    writes_activation,
+)
 from fusible.kernels.quantize.k_major import KMajorOperands, ScaledMatrix, quantize_k_major
 from fusible.kernels.runtime.launch import TENSOR_TYPES, aligned
 from fusible.kernels.sm90.grouped_products import (
@@ -143,27 +147,29 @@ class Fp8MLPFastPath(GroupedFastPath):
         ends = first.ends(split_sizes, x.shape[0])
         row, column = self._quantized(x, ends, columnwise=fc1.needs.params[0])
         assert row is not None
-        (w1, dgrad_w1), (w2, dgrad_w2) = self._weights(fc1, params), self._weights(fc2, params)
-        preact, *act = first.glu(
+        w, dgrad_w1 = self._weights(fc1, params)
+        preact, act, *act_scale = first.glu(
             row.data,
-            w1.data.data_ptr(),
+            w.data.data_ptr(),
             ends,
             scales,
             self._glu,
             fc1.bias(params),
             self._trains,
-            operand_scales=scales_by_row(row.scale, w1.scale),
+            operand_scales=scales_by_row(row.scale, w.scale),
             out_format=self._x_format if self._quantizes_act else None,
         )
-        hidden = (
-            KMajorOperands(ScaledMatrix(act[0], act[1].t()), None)
-            if self._quantizes_act
-            else self._quantized(act[0], ends, columnwise=self._saves_act)
-        )
-        y = _mm(fc2.products.forward, hidden.row, w2, ends, fc2.bias(params), row_scale)
+        del row, w  # their memory serves what follows
+        if self._quantizes_act:
+            act_row, act_column = KMajorOperands(ScaledMatrix(act, act_scale[0].t()), None)
+        else:
+            act_row, act_column = self._quantized(act, ends, columnwise=self._saves_act)
+        del act
+        w, dgrad_w2 = self._weights(fc2, params)
+        y = _mm(fc2.products.forward, act_row, w, ends, fc2.bias(params), row_scale)
         of_rows = ends, scales, preact, row_scale, fc2.saved_bias(params)
         weights = *(dgrad_w1 or _NOTHING)[:2], *(dgrad_w2 or _NOTHING)[:2]
-        return y, (*_to_save(column), *_to_save(hidden.column), *of_rows, *weights)
+        return y, (*_to_save(column), *_to_save(act_column), *of_rows, *weights)
 
     def backward(
         self,
@@ -179,43 +185,54 @@ class Fp8MLPFastPath(GroupedFastPath):
         # What hooks give back may lie anywhere.
         direct = not held and self._call_fits(())
         mm, wgrad = (_mm, _wgrad) if direct else (_library_mm, _library_wgrad)
-        needs_w1, needs_w2 = fc1.needs.params[0], fc2.needs.params[0]
-        needs_b1 = fc1.op.has_bias and fc1.needs.params[-1]
         dy_row, dy_column = quantize_k_major(
-            dy, self._dy_format, rowwise=True, columnwise=needs_w2, ends=ends
+            dy, self._dy_format, rowwise=True, columnwise=fc2.needs.params[0], ends=ends
         )
-        gradients = quantize_glu_backward(
-            mm(fc2.products.data_grad, dy_row, w2, ends),
+        dact = mm(fc2.products.data_grad, dy_row, w2, ends)
+        del dy_row  # its memory serves what follows
+        operands, dscales, values, hidden = self._activation_grads(dact, preact, scales, ends)
+        dpreact, dpreact_column = operands
+        del dact, operands
+        if self._saves_act:
+            hidden = ScaledMatrix(act.t(), act_scale)
+        params2 = (
+            *self._weight_grads(fc2, wgrad, dy_column, hidden, contexts),
+            *fc2.bias_grads(dy, ends, row_scale),
+        )
+        del dy_column, hidden
+        dx = mm(fc1.products.data_grad, dpreact, w1, ends) if fc1.needs.input else None
+        del dpreact
+        input_ = None if x is None else ScaledMatrix(x.t(), x_scale)
+        params1 = (
+            *self._weight_grads(fc1, wgrad, dpreact_column, input_, contexts),
+            *fc1.bias_grads(values, ends),
+        )
+        of_scales = () if scales is None else (dscales,)
+        of_bias = () if row_scale is None else fc2.scale_grads(dy, ends, row_scale, bias2)
+        return dx, None, *of_scales, None, *of_bias, *params1, *params2
+
+    def _activation_grads(
+        self, dact: Tensor, preact: Tensor, scales: Tensor | None, ends: Tensor
+    ) -> GluGradients:
+        """The backward of the activation, with the activation itself if it was not saved."""
+        fc1 = self._linears[0]
+        found = quantize_glu_backward(
+            dact,
             preact,
             scales,
             ends,
             self._glu,
             self._dy_format,
             rowwise=fc1.needs.input,
-            columnwise=needs_w1,
-            values=needs_b1,
+            columnwise=fc1.needs.params[0],
+            values=fc1.op.has_bias and fc1.needs.params[-1],
             act_format=self._x_format if self._recomputes_act and self._writes_act else None,
         )
-        hidden = gradients.activation
-        if self._saves_act:
-            hidden = ScaledMatrix(act.t(), act_scale)
-        elif self._recomputes_act and hidden is None:
-            values = self._glu.forward(preact, scales)
-            hidden = self._quantized(values, ends, rowwise=False, columnwise=True).column
-        params2 = (
-            *self._weight_grads(fc2, wgrad, dy_column, hidden, contexts),
-            *fc2.bias_grads(dy, ends, row_scale),
-        )
-        dpreact, dpreact_column = gradients.operands
-        dx = mm(fc1.products.data_grad, dpreact, w1, ends) if fc1.needs.input else None
-        input_ = ScaledMatrix(x.t(), x_scale) if needs_w1 else None
-        params1 = (
-            *self._weight_grads(fc1, wgrad, dpreact_column, input_, contexts),
-            *fc1.bias_grads(gradients.values, ends),
-        )
-        of_scales = () if scales is None else (gradients.scales,)
-        of_bias = () if row_scale is None else fc2.scale_grads(dy, ends, row_scale, bias2)
-        return dx, None, *of_scales, None, *of_bias, *params1, *params2
+        if self._recomputes_act and found.activation is None:
+            act = self._glu.forward(preact, scales)
+            column = self._quantized(act, ends, rowwise=False, columnwise=True).column
+            found = found._replace(activation=column)
+        return found
 
     def _quantized(
         self, x: Tensor, ends: Tensor, *, rowwise: bool = True, columnwise: bool
