@@ -87,7 +87,7 @@ class MoEExperts(FusedOperation):
         # Which of the activation, FC2's bias and the combine take its scales.
         first.gives_scales = [None in of_op[-1:] for of_op in extra[2:]]
         y, _ = self._mlp.forward_impl(middle, rows, extra_inputs[1:4])
-        last.reads_ahead = True  # the launch ahead is a product
+        last.reads_ahead = extra[4][0] is None  # its own row map, written before the products
         y = combine.forward_impl(last, y, *extra_inputs[4])
         if gathers:
             last.save_for_backward(rows.index)

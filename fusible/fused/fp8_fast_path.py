@@ -1,13 +1,12 @@
 """A grouped MLP by FP8 products on Hopper as one autograd node: see `ops.grouped_fast_path`.
 
-The launches are those of `sm90_fp8_kernels`, in the same order. Products take the operands that its
-quantizers have made, which need no check.
+The launches are those of `sm90_fp8_kernels`, in the same order. Products take the operands that
+its quantizers have made, which need no check.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +21,13 @@ from fusible.kernels.quantize.glu_backward import (
     quantize_glu_backward,
     writes_activation,
 )
-from fusible.kernels.quantize.k_major import KMajorOperands, ScaledMatrix, quantize_k_major
+from fusible.kernels.quantize.k_major import (
+    KMajorOperands,
+    ScaledMatrix,
+    column_to_save,
+    quantize_k_major,
+    saved_column,
+)
 from fusible.kernels.runtime.launch import TENSOR_TYPES, aligned
 from fusible.kernels.sm90.grouped_products import (
     ProductsByRows,
@@ -34,68 +39,87 @@ from fusible.ops.op import Grads
 from fusible.recipes.tensor import QuantizedTensor
 
 
-class _Products(NamedTuple):
-    """The products of a linear, by rows."""
+class _Launches(NamedTuple):
+    """The products of a linear, by rows, of operands that need no check."""
 
     forward: ProductsByRows
-    data_grad: ProductsByRows
-    weight_grad: ProductsByRows
+    dgrad: ProductsByRows
+    wgrad: ProductsByRows
+
+    def product(
+        self,
+        x: ScaledMatrix | None,
+        w: ScaledMatrix,
+        ends: Tensor,
+        bias: Tensor | None,
+        row_scale: Tensor | None,
+    ) -> Tensor:
+        """``x @ w[e].T + bias[e] * row_scale``."""
+        return _product(self.forward, x, w, ends, bias, row_scale)
+
+    def data_grad(self, dy: ScaledMatrix | None, w: ScaledMatrix, ends: Tensor) -> Tensor:
+        """``dy @ w[e].T``, of transposed weights."""
+        return _product(self.dgrad, dy, w, ends)
+
+    def weight_grad(self, dy: ScaledMatrix, x: ScaledMatrix, ends: Tensor) -> Tensor:
+        """``dy.T @ x`` of each group."""
+        launches, scales = self.wgrad(dy.data.shape[0]), scales_by_reduction(dy.scale, x.scale)
+        # Without `out` there is a result.
+        return launches.wgrad(dy.data, x.data, ends, operand_scales=scales)  # type: ignore[return-value]
 
 
-def _mm(
-    products: ProductsByRows,
+def _product(
+    by_rows: ProductsByRows,
     x: ScaledMatrix | None,
     w: ScaledMatrix,
     ends: Tensor,
     bias: Tensor | None = None,
     row_scale: Tensor | None = None,
 ) -> Tensor:
-    """``x @ w[e].T + bias[e] * row_scale``."""
     assert x is not None
-    scales, of_rows = scales_by_row(x.scale, w.scale), products(x.data.shape[0])
+    launches, scales = by_rows(x.data.shape[0]), scales_by_row(x.scale, w.scale)
     address = w.data.data_ptr()
-    return of_rows.forward(x.data, address, ends, bias, row_scale, operand_scales=scales)
+    return launches.forward(x.data, address, ends, bias, row_scale, operand_scales=scales)
 
 
-def _wgrad(products: ProductsByRows, dy: ScaledMatrix, x: ScaledMatrix, ends: Tensor) -> Tensor:
-    """``dy.T @ x`` of each group."""
-    scales, of_rows = scales_by_reduction(dy.scale, x.scale), products(dy.data.shape[0])
-    # Without `out` there is a result.
-    return of_rows.wgrad(dy.data, x.data, ends, operand_scales=scales)  # type: ignore[return-value]
+class _LibraryOps:
+    """The gradients of `_Launches`, of operands that must be checked or traced."""
 
+    @staticmethod
+    def data_grad(dy: ScaledMatrix | None, w: ScaledMatrix, ends: Tensor) -> Tensor:
+        """``dy @ w[e].T``, of transposed weights."""
+        assert dy is not None
+        return grouped.grouped_mm(dy.data, [w.data], ends, x_scale=dy.scale, w_scale=w.scale)
 
-def _library_mm(_: object, x: ScaledMatrix | None, w: ScaledMatrix, ends: Tensor) -> Tensor:
-    """``x @ w[e].T`` by the library op, for operands that must be checked or traced."""
-    assert x is not None
-    return grouped.grouped_mm(x.data, [w.data], ends, x_scale=x.scale, w_scale=w.scale)
-
-
-def _library_wgrad(_: object, dy: ScaledMatrix, x: ScaledMatrix, ends: Tensor) -> Tensor:
-    """`_wgrad` by the library op."""
-    return grouped.grouped_wgrad(dy.data, x.data, ends, None, dy.scale, x.scale)
+    @staticmethod
+    def weight_grad(dy: ScaledMatrix, x: ScaledMatrix, ends: Tensor) -> Tensor:
+        """``dy.T @ x`` of each group."""
+        return grouped.grouped_wgrad(dy.data, x.data, ends, None, dy.scale, x.scale)
 
 
 class Fp8MLPFastPath(GroupedFastPath):
     """FC1, an activation, FC2."""
 
     @classmethod
+    def _multiplies(cls, plan: Plan, dtype: torch.dtype) -> bool:
+        """See the base class; the plan selects FP8 products, under one recipe."""
+        return dtype == torch.bfloat16
+
+    @classmethod
     def _products_of(
         cls, plan: Plan, op: Any, device: torch.device, dtype: torch.dtype
-    ) -> _Products | None:
-        """See the base class; the plan selects FP8 products."""
-        (own, _), *others = plan.recipes
-        if dtype != torch.bfloat16 or any([own != other for other, _ in others]):
-            return None
-        recipe = own.of_fp8_products
+    ) -> _Launches | None:
+        """See the base class."""
+        recipe = plan.recipes[0][0].of_fp8_products
         formats = [recipe.format(role) for role in ("input", "weight", "grad")]
         x, w, dy = [fmt.element.dtype for fmt in formats]
         groups, columns, depth = op.num_groups, op.out_features, op.in_features
-        products = _Products(
+        launches = _Launches(
             ProductsByRows(device, x, groups, columns, depth, w),
             ProductsByRows(device, dy, groups, depth, columns, w),
             ProductsByRows(device, dy, groups, columns, depth, x),
         )
-        return products if all([one.is_supported for one in products]) else None
+        return launches if all([one.is_supported for one in launches]) else None
 
     def __init__(
         self, plan: Plan, key: PlanKey, ops: Sequence[Any], products: Sequence[Any]
@@ -126,7 +150,7 @@ class Fp8MLPFastPath(GroupedFastPath):
                     and weight.device == self._device
                 ):
                     return None
-        biases = [of_one for linear in self._linears for of_one in linear.biases_of(params)]
+        biases = [part for linear in self._linears for part in linear.bias_operands(params)]
         return self._inputs_fit(operands, biases) or None
 
     def _weights(
@@ -140,21 +164,20 @@ class Fp8MLPFastPath(GroupedFastPath):
     def forward(self, prepared: Any, *operands: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
         """The output, and what the backward reads."""
         x, split_sizes, params = operands[0], operands[1], operands[self._first_param :]
-        scales = operands[2] if self._scaled else None
-        row_scale = operands[self._row_scale] if self._row_scale else None
+        scales, row_scale = self._scales_of(operands)
         fc1, fc2 = self._linears
-        first = fc1.products.forward(x.shape[0])
-        ends = first.ends(split_sizes, x.shape[0])
+        launches = fc1.products.forward(x.shape[0])
+        ends = launches.ends(split_sizes, x.shape[0])
         row, column = self._quantized(x, ends, columnwise=fc1.needs.params[0])
         assert row is not None
         w, dgrad_w1 = self._weights(fc1, params)
-        preact, act, *act_scale = first.glu(
+        preact, act, *act_scale = launches.glu(
             row.data,
             w.data.data_ptr(),
             ends,
             scales,
             self._glu,
-            fc1.bias(params),
+            fc1.first_bias(params),
             self._trains,
             operand_scales=scales_by_row(row.scale, w.scale),
             out_format=self._x_format if self._quantizes_act else None,
@@ -166,10 +189,11 @@ class Fp8MLPFastPath(GroupedFastPath):
             act_row, act_column = self._quantized(act, ends, columnwise=self._saves_act)
         del act
         w, dgrad_w2 = self._weights(fc2, params)
-        y = _mm(fc2.products.forward, act_row, w, ends, fc2.bias(params), row_scale)
-        of_rows = ends, scales, preact, row_scale, fc2.saved_bias(params)
-        weights = *(dgrad_w1 or _NOTHING)[:2], *(dgrad_w2 or _NOTHING)[:2]
-        return y, (*_to_save(column), *_to_save(act_column), *of_rows, *weights)
+        y = fc2.products.product(act_row, w, ends, fc2.first_bias(params), row_scale)
+        columns = *column_to_save(column), *column_to_save(act_column)
+        weights = [(None, None) if w is None else w[:2] for w in (dgrad_w1, dgrad_w2)]
+        saved = *columns, ends, scales, preact, row_scale, fc2.saved_bias(params)
+        return y, (*saved, *weights[0], *weights[1])
 
     def backward(
         self,
@@ -184,29 +208,25 @@ class Fp8MLPFastPath(GroupedFastPath):
         (fc1, fc2), dy = self._linears, grad_output
         # What hooks give back may lie anywhere.
         direct = not held and self._call_fits(())
-        mm, wgrad = (_mm, _wgrad) if direct else (_library_mm, _library_wgrad)
+        first, second = [of.products if direct else _LibraryOps for of in self._linears]
         dy_row, dy_column = quantize_k_major(
             dy, self._dy_format, rowwise=True, columnwise=fc2.needs.params[0], ends=ends
         )
-        dact = mm(fc2.products.data_grad, dy_row, w2, ends)
+        dact = second.data_grad(dy_row, w2, ends)
         del dy_row  # its memory serves what follows
         operands, dscales, values, hidden = self._activation_grads(dact, preact, scales, ends)
         dpreact, dpreact_column = operands
         del dact, operands
         if self._saves_act:
-            hidden = ScaledMatrix(act.t(), act_scale)
-        params2 = (
-            *self._weight_grads(fc2, wgrad, dy_column, hidden, contexts),
-            *fc2.bias_grads(dy, ends, row_scale),
-        )
+            hidden = saved_column(act, act_scale)
+        weights2 = _weight_grads(fc2, second, dy_column, hidden, contexts)
         del dy_column, hidden
-        dx = mm(fc1.products.data_grad, dpreact, w1, ends) if fc1.needs.input else None
+        dx = first.data_grad(dpreact, w1, ends) if fc1.needs.input else None
         del dpreact
-        input_ = None if x is None else ScaledMatrix(x.t(), x_scale)
-        params1 = (
-            *self._weight_grads(fc1, wgrad, dpreact_column, input_, contexts),
-            *fc1.bias_grads(values, ends),
-        )
+        x_column = saved_column(x, x_scale)
+        weights1 = _weight_grads(fc1, first, dpreact_column, x_column, contexts)
+        params1 = *weights1, *fc1.bias_grads(values, ends)
+        params2 = *weights2, *fc2.bias_grads(dy, ends, row_scale)
         of_scales = () if scales is None else (dscales,)
         of_bias = () if row_scale is None else fc2.scale_grads(dy, ends, row_scale, bias2)
         return dx, None, *of_scales, None, *of_bias, *params1, *params2
@@ -241,25 +261,15 @@ class Fp8MLPFastPath(GroupedFastPath):
         fmt = self._x_format
         return quantize_k_major(x, fmt, rowwise=rowwise, columnwise=columnwise, ends=ends)
 
-    @staticmethod
-    def _weight_grads(
-        linear: Any,
-        wgrad: Callable[..., Tensor],
-        dy: ScaledMatrix | None,
-        x: ScaledMatrix | None,
-        contexts: AccumulatingContexts,
-    ) -> Grads:
-        """The gradients of a linear's weights; the operands are None if they are not needed."""
-        if dy is None or x is None:
-            return (None,) * linear.op.num_weights
-        return linear.weight_grads(
-            partial(wgrad, linear.products.weight_grad), dy, x, dy.ends, contexts
-        )
 
-
-_NOTHING = None, None
-
-
-def _to_save(column: ScaledMatrix | None) -> tuple[Tensor | None, Tensor | None]:
-    """Elements and scales, contiguous; see `Sm90Fp8Kernels.saved_rows`."""
-    return _NOTHING if column is None else (column.data.t(), column.scale)
+def _weight_grads(
+    linear: Any,
+    products: Any,
+    dy: ScaledMatrix | None,
+    x: ScaledMatrix | None,
+    contexts: AccumulatingContexts,
+) -> Grads:
+    """The gradients of a linear's weights; the operands are None if they are not needed."""
+    if dy is None or x is None:
+        return (None,) * linear.op.num_weights
+    return linear.weight_grads(products.weight_grad, dy, x, dy.ends, contexts)

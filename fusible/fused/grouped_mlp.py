@@ -125,7 +125,7 @@ class GroupedMLP(FusedOperation):
         row_scale = fc2.prepare_scales(ctx2, x, *bias_scale or [None])
         output = fc2.output_buffer(ctx2, x)
         activated, call, scales = _linear_glu(fc1, act, ctxs[:2], x, extra[:2])
-        ctx2.reads_ahead = not ctx2.quantizes  # that launch was the last one
+        ctx2.reads_ahead = True  # that launch wrote neither group ends nor parameters
         fc2.check_alignment(split_sizes)
         y = fc2.product(
             call._replace(linear=fc2, ctx=ctx2),

@@ -23,7 +23,9 @@ from fusible.kernels.quantize.glu_backward import quantize_glu_backward, writes_
 from fusible.kernels.quantize.k_major import (
     KMajorOperands,
     ScaledMatrix,
+    column_to_save,
     quantize_k_major,
+    saved_column,
     stored_operand,
     transposed,
 )
@@ -129,11 +131,11 @@ class Sm90Fp8Kernels(GroupedKernels):
 
         Or what it is gathered from once more, and the index.
         """
-        if column is None or not ctx.needs.params[0]:
+        if not ctx.needs.params[0]:
             return None, None, None
         if isinstance(column, GatheredRows):
             return column.source, None, column.index
-        return column.data.t(), column.scale, None
+        return *column_to_save(column), None
 
     def num_saved_rows(self, ctx: OperationContext) -> int:
         """See `GroupedKernels`."""
@@ -144,9 +146,7 @@ class Sm90Fp8Kernels(GroupedKernels):
     ) -> ScaledMatrix | GatheredRows | None:
         """See `GroupedKernels`."""
         data, scale, index = saved
-        if index is not None:
-            return GatheredRows(data, index)
-        return None if data is None else ScaledMatrix(data.t(), scale)
+        return saved_column(data, scale) if index is None else GatheredRows(data, index)
 
     def weights(self, call: LinearCall) -> tuple[ScaledMatrix, ScaledMatrix | None]:
         """See `GroupedKernels`; the second one is a transposed copy. One matrix if dense."""

@@ -63,8 +63,9 @@ class OperationContext:
         kernels: what the op's plan selected for it (``Plan.kernels``), None for its default.
         zero_tail: whether rows past the last group's end must be zero in what the op makes; False
             where a fused op covers all that could read them.
-        reads_ahead: in the forward, whether the launch ahead of the op's own writes neither a
-            parameter nor an extra input; a fused op knows what it launched.
+        reads_ahead: in the forward, whether the launch ahead of the op's own writes nothing that
+            it may read early: parameters and group ends of a linear, the row map of ``Combine``.
+            A fused op knows what it has launched.
         memo: in the forward, values that the ops of this one call share, by what they derive from.
         writable_extra: slots of the extra tensors that the op may write to: in the forward of its
             extra inputs, in the backward of the gradients of its extra outputs. Known where an op

@@ -1,6 +1,6 @@
 """Grouped linears on Hopper as one autograd node that calls the kernels: the least host time.
 
-This path is for calls that need nothing but the kernels: no check, copy, recipe or cast.
+This path is for calls that need nothing but the kernels: no check, copy or cast.
 `GroupedFastPath.of` decides by the plan of one op, once, and `GroupedFastPath.prepared` by the
 tensors of each call. All other calls run by the ops.
 """
@@ -70,12 +70,12 @@ class _Linear:
             (shape[:2], 0) if op.single_grouped_bias else (shape[1:2], rows * size)
         )
 
-    def biases_of(self, params: Sequence[Tensor]) -> list[DenseOperand]:
-        """The biases as an operand, if there are any."""
+    def bias_operands(self, params: Sequence[Tensor]) -> list[DenseOperand]:
+        """The biases as one operand, if there are any."""
         return [(params[self.biases], *self.bias_layout)] if self.op.has_bias else []
 
-    def bias(self, params: Sequence[Tensor]) -> Tensor | None:
-        """The first of the biases, which lie one behind the other."""
+    def first_bias(self, params: Sequence[Tensor]) -> Tensor | None:
+        """The biases as kernels take them, which lie one behind the other; None without."""
         return params[self.biases.start] if self.op.has_bias else None
 
     def weights_to_save(self, params: Sequence[Tensor]) -> Sequence[Tensor | None]:
@@ -153,6 +153,8 @@ class GroupedFastPath:
         """The fast path of a plan of ``ops``; None if its calls may need more than the kernels."""
         (dtype, device, _), *extra = key.inputs
         linears: list[Any] = [op for op in ops if isinstance(op, WeightedOperation)]
+        if not cls._multiplies(plan, dtype):
+            return None
         products = [cls._products_of(plan, op, device, dtype) for op in linears]
         fits = (
             plan.autocast_dtype is None
@@ -171,12 +173,15 @@ class GroupedFastPath:
         return cls(plan, key, ops, products) if fits else None
 
     @classmethod
+    def _multiplies(cls, plan: Plan, dtype: torch.dtype) -> bool:
+        """Whether the products of a plan with inputs of ``dtype`` are those of the fast path."""
+        return plan.recipe is None and all([own.op is LIBRARY for own in plan.kernels])
+
+    @classmethod
     def _products_of(
         cls, plan: Plan, op: Any, device: torch.device, dtype: torch.dtype
     ) -> Any | None:
-        """The products of a linear, by rows; None if the plan multiplies by others."""
-        if plan.recipe is not None or any([own.op is not LIBRARY for own in plan.kernels]):
-            return None
+        """The products of a linear, by rows; None if the kernels do not support its features."""
         shape = op.num_groups, op.out_features, op.in_features
         products = ProductsByRows(device, dtype, *shape)
         return products if products.is_supported else None
@@ -223,6 +228,11 @@ class GroupedFastPath:
                 return False
         return True
 
+    def _scales_of(self, operands: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
+        """The row scales of the activation, and those of the last linear's bias."""
+        scales = operands[2] if self._scaled else None
+        return scales, operands[self._row_scale] if self._row_scale else None
+
     def _inputs_fit(self, operands: Sequence[Tensor], dense: Sequence[DenseOperand] = ()) -> bool:
         """`_call_fits`, of the inputs of a forward and other operands."""
         x = operands[0]
@@ -237,7 +247,7 @@ class GroupedFastPath:
         params = operands[self._first_param :]
         dense: list[DenseOperand] = []
         for linear in self._linears:
-            dense += (params[linear.weights], *linear.weight_layout), *linear.biases_of(params)
+            dense += (params[linear.weights], *linear.weight_layout), *linear.bias_operands(params)
         if not self._inputs_fit(operands, dense):
             return None
         rows = operands[0].shape[0]
@@ -245,7 +255,7 @@ class GroupedFastPath:
             (
                 linear.products(rows),
                 params[linear.weights.start].data_ptr(),
-                linear.bias(params),
+                linear.first_bias(params),
             )
             for linear in self._linears
         ]
@@ -276,8 +286,7 @@ class GroupedFastPath:
         """The output, and what the backward reads."""
         (products, w, bias), *second = prepared
         x, split_sizes, params = operands[0], operands[1], operands[self._first_param :]
-        scales = operands[2] if self._scaled else None
-        row_scale = operands[self._row_scale] if self._row_scale else None
+        scales, row_scale = self._scales_of(operands)
         first, last, preact = self._linears[0], self._linears[-1], None
         ends = products.ends(split_sizes, x.shape[0])
         if self._act is None:
@@ -341,11 +350,11 @@ class MLPFastPath(GroupedFastPath):
         weights2 = fc2.weight_grads(second.wgrad, dy, hidden, ends, contexts)
         del hidden  # its memory serves what follows
         dx = first.dgrad(dpreact, w1, ends) if fc1.needs.input else None
-        dscales2 = () if row_scale is None else fc2.scale_grads(dy, ends, row_scale, bias2)
         params1 = (
             *fc1.weight_grads(first.wgrad, dpreact, x, ends, contexts),
             *fc1.bias_grads(dpreact, ends),
         )
         params2 = *weights2, *fc2.bias_grads(dy, ends, row_scale)
         of_scales = () if scales is None else (dscales,)
-        return dx, None, *of_scales, None, *dscales2, *params1, *params2
+        of_bias = () if row_scale is None else fc2.scale_grads(dy, ends, row_scale, bias2)
+        return dx, None, *of_scales, None, *of_bias, *params1, *params2

@@ -409,8 +409,9 @@ def _matmul(
             transpose_w = data_grad and w_scale is None  # FP8 ones are transposed already
             bias = None if data_grad else call.linear.stacked_bias(ctx, value_dtype(x.dtype))
             options = bias, row_scale, transpose_w, out, x_scale, w_scale
-            # Not if the weights have just been made of the parameters.
-            ahead = ctx.reads_ahead and w[0] is ctx.parameters[0]
+            # Not if a weight has just been made of its parameter.
+            pairs = zip(w, ctx.parameters, strict=False) if ctx.reads_ahead else ()
+            ahead = ctx.reads_ahead and all([own is of for own, of in pairs])
             tail = ctx.zero_tail
             y = grouped.grouped_mm(x, w, ends, *options, zero_tail=tail, reads_ahead=ahead)
             return cast(y, ctx.dtype)

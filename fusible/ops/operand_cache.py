@@ -85,12 +85,12 @@ class OperandCache:
                     return make()
             # An assignment to .data changes no version, and may give another view of the same
             # memory. Held, so that nothing else gets the memory.
-            memory = [
+            states = [
                 (t._version, t.untyped_storage(), t.storage_offset(), t.shape, t.stride())
                 for t in stored
             ]
             of_shards = [t._version for t in self._shards]
-            versions = _Steps.count, UnseenWrites.gathers, of_shards, memory
+            versions = _Steps.count, UnseenWrites.gathers, of_shards, states
         entry = self._cached
         if entry.versions != versions or not _same(entry.stored, stored):
             # The old operands are freed before new ones are made.
@@ -129,10 +129,9 @@ def _reference(t: Tensor) -> _Reference:
 def _same(known: Sequence[_Reference], tensors: Sequence[Tensor]) -> bool:
     if len(known) != len(tensors):
         return False
-    for of, t in zip(known, tensors, strict=True):
-        if not (of == id(t) if isinstance(of, int) else (of() if isinstance(of, ref) else of) is t):
-            return False
-    return True
+    held = [of() if isinstance(of, ref) else of for of in known]
+    pairs = zip(held, tensors, strict=True)
+    return all([of == id(t) if isinstance(of, int) else of is t for of, t in pairs])
 
 
 def _stream(device: torch.device) -> tuple[torch.device, int]:

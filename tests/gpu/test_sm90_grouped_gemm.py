@@ -149,7 +149,9 @@ def test_rows_of_a_low_tile_do_not_mix(n):
 
 
 @pytest.mark.parametrize(
-    "tile", [tile for tile in tiles.TILES["store"] if tile.may_read_ahead], ids=str
+    "tile",
+    [tile for tile in tiles.TILES["store"] if spec.Spec("store", tile).can_read_ahead],
+    ids=str,
 )
 @pytest.mark.parametrize("how", ["k", "n"])
 @pytest.mark.parametrize("inner", [64, 256, 1536])

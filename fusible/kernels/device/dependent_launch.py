@@ -2,7 +2,9 @@
 """Kernels that start before the one ahead of them on their stream has ended, from SM90 on.
 
 Programmatic dependent launch (CUDA programming guide): what a kernel does before `wait` runs under
-the end of the kernel ahead; its launch passes ``use_pdl=has_pdl()``.
+the end of the kernel ahead; its launch passes ``use_pdl=has_pdl()``. No kernel lets the next one
+start before its own `wait`. So all kernels before the one ahead have ended, and what these wrote
+may be read before `wait`.
 """
 
 from cutlass import const_expr, cute

@@ -55,7 +55,8 @@ def grouped_mm(
     w_scale: Tensor | None = None,
     *,
     out: Tensor | None = None,
-    **promises: bool,
+    zero_tail: bool = True,
+    reads_ahead: bool = False,
 ) -> Tensor | NotImplementedType:
     """`definitions.grouped_mm`."""
     if x_scale is not None and w_scale is not None:

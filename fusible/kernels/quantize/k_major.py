@@ -155,6 +155,16 @@ def column_operand(
     return ScaledMatrix(data.t(), scale, padded_ends)
 
 
+def column_to_save(column: ScaledMatrix | None) -> tuple[Tensor | None, Tensor | None]:
+    """The elements of a column-wise operand as they lie in memory, and its scales."""
+    return (None, None) if column is None else (column.data.t(), column.scale)
+
+
+def saved_column(data: Tensor | None, scale: Tensor) -> ScaledMatrix | None:
+    """The operand, but for its ends, of `column_to_save`."""
+    return None if data is None else ScaledMatrix(data.t(), scale)
+
+
 def _for_blocks(scale: Tensor, columns: int) -> Tensor:
     """``scale`` for each of the 128-blocks of the columns, a view."""
     return scale.unsqueeze(-1).expand(*scale.shape, -(-columns // FP8_BLOCK))

@@ -76,7 +76,8 @@ class WeightProducts:
 
     def _rows_launch(self, *key: Any) -> Launch:
         """The launch of a product of rows with that key among those of this weight, made once."""
-        kind, transpose, bias, scale, glu, save_preact, pitch, preact_pitch, out_format, ahead = key
+        kind, transpose, bias, scale, glu, save_preact, *pitches, out_format, reads_ahead = key
+        pitch, preact_pitch = pitches
         if scale is not None and not is_row_scale(scale):
             raise ValueError(f"scales must be a float tensor, got {scale}")
         weight = self._layouts[transpose]
@@ -104,8 +105,8 @@ class WeightProducts:
             save_preact=save_preact,
             out_format=out_format,
             out_dtype=DTYPE_NAMES[self.value_dtype],
-            reads_ahead=ahead and tile.may_read_ahead and not self._separate,
         )
+        spec = spec._replace(reads_ahead=reads_ahead and spec.can_read_ahead)
         launch = self._launches[key] = Launch(
             spec,
             self._device,

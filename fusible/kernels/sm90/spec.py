@@ -41,11 +41,6 @@ class Tile(NamedTuple):
         return 1 if self.pingpong else 2
 
     @property
-    def may_read_ahead(self) -> bool:
-        """Whether a block knows its first tile, and loads it alone."""
-        return not self.dynamic and self.cluster_m * self.cluster_n == 1
-
-    @property
     def slabs(self) -> int:
         """Slabs of 64 rows of a tile that a warpgroup computes; 1 if the tile has 16 rows."""
         return -(-self.m // (WARPGROUP_ROWS * self.warpgroups))
@@ -92,7 +87,7 @@ class Spec(NamedTuple):
     out_format: NumberFormat | None = None  # `FORWARD`: if the output is quantized, in 1x128 blocks
     out_dtype: str = "bfloat16"
     accumulate: bool = False
-    reads_ahead: bool = False  # store: weights and group ends are read before the kernel ahead ends
+    reads_ahead: bool = False  # weights and group ends are read before the kernel ahead has ended
 
     @property
     def is_backward(self) -> bool:
@@ -224,6 +219,16 @@ class Spec(NamedTuple):
         """
         static = not self.tile.dynamic and self.tile.cluster_m == 1
         return self.by_rows and static and not (self.table or self.reads_ahead)
+
+    @property
+    def can_read_ahead(self) -> bool:
+        """Whether a block knows its first tile, and loads all of its weights by itself.
+
+        Not those behind a table, which may have just been written.
+        """
+        tile = self.tile
+        alone = not tile.dynamic and tile.cluster_m * tile.cluster_n == 1
+        return self.kind == "store" and alone and not (self.table or self.is_fp8)
 
     @property
     def stage_bytes(self) -> int:

@@ -33,7 +33,7 @@ def variants(kind, tile):
             if supports_tile(kind, tile, "k", 0, True)
             else {}
         )
-        yield from [{"reads_ahead": True}] * tile.may_read_ahead
+        yield from [{"reads_ahead": True}] * Spec("store", tile).can_read_ahead
         if usual:
             yield {"weight_major": "k"}
     elif kind == "glu" and not supports_tile("glu", tile, "n", 0, True):
@@ -264,6 +264,8 @@ def test_the_activations_backward_takes_turns(kind):
         Spec("store", Tile(64, 128, cluster_n=2), reads_ahead=True),
         Spec("store", Tile(64, 128, dynamic=True), reads_ahead=True),
         Spec("act", Tile(64, 128), reads_ahead=True, activation="gelu"),
+        Spec("store", Tile(64, 128), reads_ahead=True, table=True),
+        Spec("store", Tile(64, 128), "float8_e4m3fn", b_scale_layout="blocks", reads_ahead=True),
     ],
     ids=str,
 )

@@ -163,23 +163,13 @@ def _sources(
     _values_to_rows(weights, row_map, moved, sources, tokens, rows, spec, True)
 
 
-class _Choices:
-    """The rows of the choices of a thread's tokens, read at once with `RowsSpec.reads_ahead`."""
-
-    def __init__(self, row_map, first, places, spec):
-        self.row_map, self.first, self.places, self.top_k = row_map, first, places, spec.top_k
-        self.known = {}
-        if spec.reads_ahead:
-            every = [(i, j) for i in range(len(places)) for j in range(spec.top_k)]
-            self.known = {at: self.row(*at) for at in every}
-
-    def row(self, i, j):
-        """That of choice ``j`` of the token at place ``i``, -1 if there is none."""
-        token, _, exists = self.places[i]
-        known = self.known.get((i, j))
-        if known is not None:
-            return known
-        return _row(self.row_map, (self.first + token) * self.top_k + j, exists)
+def _rows_ahead(row_map, first, places, spec):
+    """Of each place the rows of all choices with `RowsSpec.reads_ahead`, else none."""
+    choices = range(spec.top_k if spec.reads_ahead else 0)
+    return [
+        [_row(row_map, (first + token) * spec.top_k + j, exists) for j in choices]
+        for token, _, exists in places
+    ]
 
 
 @cute.kernel
@@ -196,15 +186,18 @@ def _gather(
     spec: cutlass.Constexpr,
 ):
     process, first, places = _place(tokens, rank, spec)
-    choices = _Choices(row_map, first, places, spec)
+    known = _rows_ahead(row_map, first, places, spec)
     wait()
     out = _tokens_of(process, out, offset, spec)
     totals = [[Float32(0)] * spec.per_vector for _ in places]
     for start in cutlass.range_constexpr(0, spec.top_k, TOGETHER):
         loaded = []
-        for i, (_, column, _) in enumerate(places):
+        for of_place, (token, column, exists) in zip(known, places, strict=True):
             for j in cutlass.range_constexpr(start, min(start + TOGETHER, spec.top_k)):
-                row = choices.row(i, j)
+                if cutlass.const_expr(spec.reads_ahead):
+                    row = of_place[j]
+                else:
+                    row = _row(row_map, (first + token) * spec.top_k + j, exists)
                 at = rows + (Int64(row) * spec.vectors + column) * 16
                 loaded.append((row, bits.load(at, Int32(row >= 0), 4)))
         at = iter(loaded)

@@ -16,13 +16,9 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as hopper
 
+from fusible.kernels.device.dependent_launch import wait
 from fusible.kernels.sm90.device.addressing import address_by_distance, address_rows_by_group
-from fusible.kernels.sm90.device.loads import (
-    load_operands,
-    load_preacts,
-    prefetch_weights,
-    wait_for_kernel_ahead,
-)
+from fusible.kernels.sm90.device.loads import load_operands, load_preacts, prefetch_weights
 from fusible.kernels.sm90.device.parts import (
     CUTLASS_DTYPES,
     WARPGROUP,
@@ -60,10 +56,11 @@ class GroupedGemm:
                     f"16 in ping-pong in a forward without FP8 numbers, got {spec.tile} of "
                     f"{spec.kind}; pass other rows"
                 )
-        if spec.reads_ahead and not (spec.kind == "store" and spec.tile.may_read_ahead):
+        if spec.reads_ahead and not spec.can_read_ahead:
             raise ValueError(
-                "only a plain product whose tiles are neither dynamic nor of clusters can read "
-                f"ahead, got {spec.tile} of {spec.kind}; pass reads_ahead=False"
+                "only a plain product of BF16 or FP16 weights without a table, in tiles that are "
+                f"neither dynamic nor of clusters, can read ahead, got {spec}; pass "
+                "reads_ahead=False"
             )
         self.spec, self.tile = spec, spec.tile
         names = spec.dtype, spec.b_dtype or spec.dtype, spec.value_dtype, spec.out_dtype
@@ -470,7 +467,7 @@ class GroupedGemm:
                 if warp_index == 0:
                     prefetch_weights(spec, problem, operands, first_tile, in_cluster, across)
             if const_expr(not spec.reads_ahead):
-                wait_for_kernel_ahead()
+                wait()
             if (warp_index == 2) & (rank == 0):
                 tile_rows = tile.m * tile.cluster_m if const_expr(spec.by_rows) else 0
                 bounds = total_rows, tail_end

@@ -4,6 +4,7 @@ import cutlass
 from cutlass import Int32, const_expr, cute, pipeline, select_
 from cutlass.cute.nvgpu import cpasync
 
+from fusible.kernels.device.dependent_launch import wait
 from fusible.kernels.sm90.device.addressing import at_distance, group_rows
 from fusible.kernels.sm90.device.parts import (
     Operands,
@@ -84,12 +85,6 @@ def prefetch_weights(
                 cute.prefetch(operands.load_b.atom, boxes[part][1][None, step])
 
 
-def wait_for_kernel_ahead():
-    """Wait until the kernel ahead has ended; the next one may begin where this one leaves room."""
-    cute.arch.griddepcontrol_wait()
-    cute.arch.griddepcontrol_launch_dependents()
-
-
 @cute.jit
 def load_operands(
     spec: cutlass.Constexpr[Spec],
@@ -118,17 +113,17 @@ def load_operands(
     state = ring_state(spec, pipeline.PipelineUserType.Producer)
     turn = Int32(0)
     read, valid, group, m, n, start, rows = tiles.next(tiles.begin())
-    ahead = Int32(0)  # steps whose weights are loaded
+    loaded = Int32(0)  # steps of the first tile whose weights are
     if const_expr(spec.reads_ahead):
         if valid:
             coord = tile_coord(spec, in_cluster, group, m, n, start, rows)
             boxes_b = _weight_boxes(spec, problem, operands, group, coord.column, in_cluster)
-            ahead = cutlass.min(steps_of(spec, problem, group, rows), spec.stages)
-            for step in cutlass.range(ahead, unroll=1):
+            loaded = cutlass.min(steps_of(spec, problem, group, rows), spec.stages)
+            for step in cutlass.range(loaded, unroll=1):
                 ring.producer_acquire(state)
                 _load_weights(spec, ring, state, load_b, boxes_b, step, mask_b)
                 state.advance()
-        wait_for_kernel_ahead()
+        wait()
         state = ring_state(spec, pipeline.PipelineUserType.Producer)
     while valid:
         coord = tile_coord(spec, in_cluster, group, m, n, start, rows)
@@ -145,7 +140,7 @@ def load_operands(
             if const_expr(not spec.reads_ahead):
                 ring.producer_acquire(at)
             else:  # noqa: PLR5501 (the other one is decided when compiling)
-                if step >= ahead:
+                if step >= loaded:
                     ring.producer_acquire(at)
                     _load_weights(spec, ring, at, load_b, boxes_b, step, mask_b)
             cute.copy(
@@ -161,7 +156,7 @@ def load_operands(
                 block = start // FP8_BLOCK + step
                 _load_column_scales(spec, operands, coord.column, block, stage, barrier)
             state.advance()
-        ahead = Int32(0)
+        loaded = Int32(0)
         read, valid, group, m, n, start, rows = tiles.next(read)
     # Wait until the cluster has read what this block sent, before it may exit.
     for _ in cutlass.range_constexpr(state.stages):

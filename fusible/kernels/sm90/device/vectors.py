@@ -6,6 +6,7 @@ from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.arch import shuffle_sync, shuffle_sync_up
 
 from fusible.kernels.device import bits
+from fusible.kernels.device.dependent_launch import wait
 from fusible.kernels.sm90.device.parts import CUTLASS_DTYPES
 
 _LANES = 32
@@ -34,8 +35,7 @@ class GroupEnds:
 
         A lane has neighbouring groups, whose sizes it loads together.
         """
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        wait()
         lane, _, _ = cute.arch.thread_idx()
         before = Int32(0)
         for base in cutlass.range(lane * _EACH, groups + lane * _EACH, _LANES * _EACH, unroll=1):
@@ -87,8 +87,7 @@ class TileSums:
     @cute.kernel
     def kernel(self, partials: cute.Tensor, sums: cute.Tensor, tiles: Int32, rows: Int32):
         """A thread for each row."""
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        wait()
         thread, _, _ = cute.arch.thread_idx()
         row = cute.arch.block_idx()[0] * _THREADS + thread
         if row < rows:
