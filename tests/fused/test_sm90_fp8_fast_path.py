@@ -9,7 +9,13 @@ from torch.utils.checkpoint import checkpoint
 
 import fusible as fz
 from fusible.fuser import run as fuser_run
-from fusible.recipes import Float8BlockScaling, Float8CurrentScaling, Format, MXFP8BlockScaling
+from fusible.recipes import (
+    ByOp,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MXFP8BlockScaling,
+)
 from fusible.testing import assume_target
 
 SIZES = [129, 0, 37, 1]
@@ -272,11 +278,38 @@ def transposed(model):
     return model
 
 
-def test_recipes_by_op_go_the_ops_way():
+class Wrapped(torch.nn.Parameter):
+    """A subclass, whose memory may not hold its values."""
+
+
+def wrapped(model):
+    model[2].weight = Wrapped(model[2].weight.detach())
+    return model
+
+
+def test_what_sees_or_holds_more_goes_the_op_s_way():
+    model, out = mlp(), torch.empty(ROWS, HIDDEN, dtype=BF16)
+    given = inputs(model)
+    want = call(model, BLOCK_FP8, given)
+    assert is_direct(want)
+    with assume_target("sm90"), sm90_on_cpu(), fz.autocast(recipe=BLOCK_FP8):
+        with fz.checking():
+            checked = model(*given)
+        with fz.SavedRowsPool(1 << 20, "cpu"):
+            pooled = model(*given)
+        model(*given, op_kwargs={2: {"output": out}})
+        of_wrapped = wrapped(mlp())(*given)
+    for got in (checked, pooled, of_wrapped):
+        assert not is_direct(got)
+        assert torch.equal(got, want)
+    assert torch.equal(out, want)
+
+
+def test_a_recipe_by_op_that_gives_both_linears_one():
     model = mlp()
     given = inputs(model)
-    with assume_target("sm90"), sm90_on_cpu():
-        with fz.autocast(recipe=BLOCK_FP8):
-            assert is_direct(model(*given))
-        with fz.autocast(recipe=BLOCK_FP8), fz.checking():
-            assert not is_direct(model(*given))
+    one, other = ByOp({fz.GroupedLinear: BLOCK_FP8}), ByOp({model[0]: BLOCK_FP8})
+    assert is_direct(call(model, one, given))
+    with assume_target("sm90"), sm90_on_cpu(), fz.autocast(recipe=other):
+        assert not is_direct(model(*given))
+        assert "grouped_mlp_sm90_fp8" not in model.plan.fired

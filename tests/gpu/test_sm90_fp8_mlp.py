@@ -14,6 +14,7 @@ import reference as ref
 import torch
 from checks import graph_of, hopper, launched, never_waiting
 from number_formats import BLOCK_FP8, CURRENT_FP8, each_fp8_recipe
+from sm90_launches import is_direct, ops_only
 
 import fusible as fz
 from fusible.recipes import Float8BlockScaling, Format, MXFP8BlockScaling, group_quantize
@@ -197,3 +198,30 @@ def test_a_quantized_input(rowwise, columnwise, recipe):
         q = group_quantize(x.to(device), quantizer, len(SIZES), given[0].to(device))
         results.append(step(copy.deepcopy(mlp).to(device), recipe, q, *given))
     assert_near(results[1], results[0])
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("stored", [False, True], ids=["", "stored"])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_the_node_without_contexts_has_the_bits_of_the_ops_and_no_more_memory(recipe, stored, bias):
+    mlp = build(256, 512, recipe if stored else None, bias=bias, single_grouped_bias=True).cuda()
+    x, sizes, scales, dy = [t.cuda() for t in inputs(256)]
+    given = x.requires_grad_(), sizes, scales.requires_grad_(), sizes
+    leaves = [t for t in (*given, *mlp.parameters()) if t.requires_grad]
+
+    def step(direct):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        with fz.autocast(recipe=recipe):
+            y = mlp(*given)
+        assert is_direct(y) == direct
+        got = [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+        return got, torch.cuda.max_memory_allocated() - before
+
+    for _ in range(2):  # the first one fills caches
+        got, memory = step(direct=True)
+        with ops_only():
+            want, by_ops = step(direct=False)
+    ref.assert_equal(got, want)
+    assert memory <= by_ops
