@@ -215,8 +215,8 @@ class Fp8MLPFastPath(GroupedFastPath):
         dact = second.data_grad(dy_row, w2, ends)
         del dy_row  # its memory serves what follows
         operands, dscales, values, hidden = self._activation_grads(dact, preact, scales, ends)
-        dpreact, dpreact_column = operands
-        del dact, operands
+        (dpreact, dpreact_column), biases1 = operands, fc1.bias_grads(values, ends)
+        del dact, operands, values
         if self._saves_act:
             hidden = saved_column(act, act_scale)
         weights2 = _weight_grads(fc2, second, dy_column, hidden, contexts)
@@ -225,8 +225,7 @@ class Fp8MLPFastPath(GroupedFastPath):
         del dpreact
         x_column = saved_column(x, x_scale)
         weights1 = _weight_grads(fc1, first, dpreact_column, x_column, contexts)
-        params1 = *weights1, *fc1.bias_grads(values, ends)
-        params2 = *weights2, *fc2.bias_grads(dy, ends, row_scale)
+        params1, params2 = (*weights1, *biases1), (*weights2, *fc2.bias_grads(dy, ends, row_scale))
         of_scales = () if scales is None else (dscales,)
         of_bias = () if row_scale is None else fc2.scale_grads(dy, ends, row_scale, bias2)
         return dx, None, *of_scales, None, *of_bias, *params1, *params2
