@@ -631,15 +631,16 @@ def test_writes_nothing_beside_its_outputs(kind, tile, interleave, inner, margin
     sizes, hidden = SIZES, 136
     ends = ends_of(sizes)
     x, dy, scales = rows(sizes, TAIL, hidden), rows(sizes, TAIL, hidden), rows(sizes, TAIL, 1)[:, 0]
-    up, down = random(len(sizes), 2 * inner, hidden), random(len(sizes), hidden, inner)
-    glu = Glu(interleave=interleave)
-    out, preact = x.new_empty(len(sizes), inner, hidden), rows(sizes, TAIL, 2 * inner)
+    glu = Glu(interleave=interleave) if "glu" in kind else Glu("srelu")
+    features = glu.sides * inner
+    up, down = random(len(sizes), features, hidden), random(len(sizes), hidden, inner)
+    out, preact = x.new_empty(len(sizes), inner, hidden), rows(sizes, TAIL, features)
     with in_tile(tile):
         if kind == "store":
             ops.grouped_mm(x, [up], ends)
         elif kind == "wgrad":
             ops.grouped_wgrad_([out], rows(sizes, TAIL, inner), x, ends)
-        elif kind == "glu":
+        elif kind in spec.FORWARD:
             ops.grouped_glu(x, [up], ends, scales, glu)
         else:
             ops.grouped_dglu(dy, [down], ends, preact, scales, glu)
