@@ -364,7 +364,7 @@ def _first_match(
 
 def _build_kernels(rule: Rule, bound: dict[str, Any], ops: Sequence[Any]) -> Any:
     """Call the rule; RuntimeError unless it returns kernels that the op runs on."""
-    (op,), kernels = ops, rule.build(**bound)
+    (op,), kernels = ops, rule.call(bound)
     if kernels is None or not isinstance(kernels, op.kernels_type):
         raise RuntimeError(
             f"{rule.name} must return kernels of {type(op).__name__}"
@@ -376,7 +376,7 @@ def _build_kernels(rule: Rule, bound: dict[str, Any], ops: Sequence[Any]) -> Any
 
 def _build_op(rule: Rule, bound: dict[str, Any], ops: Sequence[Any]) -> Any:
     """Call the rule; RuntimeError unless the fused op covers exactly these ops."""
-    op = rule.build(**bound)
+    op = rule.call(bound)
     covered = getattr(op, "basic_ops", ())
     if [*map(id, covered)] != [*map(id, ops)]:
         raise RuntimeError(

@@ -394,6 +394,12 @@ def test_what_a_rule_builds(what, own_rules):
         call_with(build)
 
 
+def test_an_error_in_a_rule_s_function_names_the_rule(own_rules):
+    with pytest.raises(ZeroDivisionError) as error:
+        call_with(lambda a, b: 1 / 0)
+    assert error.value.__notes__ == ["in the function of rule own"]
+
+
 def test_a_forward_fusion_saves_what_its_ops_would(own_rules):
     sentence = r"forward of Fused must save .* \[1, 0\] tensors \(Double: x.*\), got \[0, 0\]"
     with pytest.raises(RuntimeError, match=sentence):
