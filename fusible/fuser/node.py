@@ -426,6 +426,9 @@ def _as_users_see(
                 if t is not None and needed and t.is_floating_point()
             ])  # fmt: skip
         return x, [list(of_op) for of_op in inputs]
+    if not compiling:
+        for context in contexts:
+            context.param_shapes = tuple([p.shape for p in context.parameters])
 
     def seen(t: Tensor | None, needed: bool) -> Tensor | None:
         if t is None or not needed or t.requires_grad or not t.is_floating_point():
@@ -466,6 +469,21 @@ def _check_grads(step: ScheduledStep, returned: Any, contexts: Sequence[Operatio
                 f"the backward of {name} must return a gradient of the shape of its input, "
                 f"{tuple(shape)}, got {tuple(grad.shape)}"
             )
+    for context, of_op in zip(contexts, params, strict=True):
+        for i, shape in enumerate(context.forward.param_shapes):
+            g = of_op[i] if context.needs.params[i] else None
+            if isinstance(g, Tensor) and not _sums_to(g.shape, shape):
+                raise RuntimeError(
+                    f"the backward of {name} must return a gradient of parameter {i} in its shape, "
+                    f"{tuple(shape)}, or one that sums to it, got {tuple(g.shape)}"
+                )
+
+
+def _sums_to(shape: torch.Size, target: torch.Size) -> bool:
+    """Whether autograd sums a gradient of ``shape`` to ``target``, to which it broadcasts."""
+    extra = len(shape) - len(target)
+    pairs = zip(target, shape[max(extra, 0) :], strict=False)
+    return extra >= 0 and all([size in (1, given) for size, given in pairs])
 
 
 def _refuse_second_derivatives() -> None:

@@ -189,6 +189,46 @@ class ReturnsThem(WithAModule):
         return grad_output @ weight, (None, None, grad_output.t() @ x, grad_output.sum(0))
 
 
+class ScaledByHand(fz.BasicOperation):
+    """Its backward gives the gradient of the scale as ``of`` makes it."""
+
+    parameter_names = ("scale",)
+
+    def __init__(self, of):
+        super().__init__()
+        self.scale, self.of = nn.Parameter(torch.rand(8)), of
+
+    def op_forward(self, ctx, input_, **_):
+        ctx.save_for_backward(input_)
+        return input_ * ctx.parameters[0]
+
+    def op_backward(self, ctx, grad_output):
+        (x,) = ctx.saved_tensors
+        return grad_output, (self.of(grad_output * x),)
+
+
+@pytest.mark.parametrize("of", [lambda g: g.sum(0)[:4], lambda g: g.sum(), lambda g: g.t()])
+def test_a_gradient_of_a_parameter_has_its_shape(of):
+    seq = fz.Sequential(fz.Linear(8, 8), ScaledByHand(of))
+    y = seq(torch.randn(3, 8))
+    sentence = (
+        "the backward of ScaledByHand must return a gradient of parameter 0 in its shape, (8,), or "
+        "one that sums to it, got"
+    )
+    with pytest.raises(RuntimeError, match=re.escape(sentence)) as error:
+        y.sum().backward()
+    assert "Sequential.1 (ScaledByHand), backward" in error.value.__notes__[0]
+
+
+@pytest.mark.parametrize("of", [lambda g: g.sum(0), lambda g: g, lambda g: None])
+def test_a_gradient_of_a_parameter_may_be_left_for_autograd_to_sum(of):
+    seq = fz.Sequential(fz.Linear(8, 8), ScaledByHand(of))
+    x = torch.randn(3, 8)
+    seq(x).sum().backward()
+    want = None if of(x) is None else seq[0](x).sum(0)
+    torch.testing.assert_close(seq[1].scale.grad, want)
+
+
 def test_an_op_by_hand_returns_the_gradients_of_a_module_inside():
     op, x = ReturnsThem(), torch.randn(4, 8)
     grads = torch.autograd.grad(op(x).sum(), [*op.inner.parameters()])
