@@ -515,6 +515,7 @@ class _FastPathFunction(torch.autograd.Function):
         if contexts:
             _set_leaves(fctx, schedule, contexts)
         backward = schedule.fast_path.backward
+        backward = outside_autocast(schedule.plan, schedule.forward[0].op, backward)
         if _is_profiled():
             backward = record_function(f"{schedule.forward[0].label} backward")(backward)
         saved = fctx.saved_tensors
@@ -529,6 +530,7 @@ def _fast_path_forward(
     schedule: Schedule, prepared: Any, operands: Sequence[Tensor]
 ) -> tuple[Tensor, Sequence[Tensor | None]]:
     forward = schedule.fast_path.forward  # type: ignore[union-attr]
+    forward = outside_autocast(schedule.plan, schedule.forward[0].op, forward)
     if _is_profiled():
         forward = record_function(f"{schedule.forward[0].label} forward")(forward)
     try:

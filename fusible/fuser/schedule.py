@@ -216,7 +216,7 @@ def outside_autocast(plan: Plan, op: Any, function: Callable[..., Any]) -> Calla
         return function
 
     def run(first: Any, *others: Any) -> Any:
-        x = first if isinstance(first, Tensor) else others[0]  # after contexts
+        x = first if isinstance(first, Tensor) else others[0]  # after contexts, or what is saved
         with torch.autocast(x.device.type, enabled=False):
             return function(first, *others)
 

@@ -157,7 +157,7 @@ class GroupedFastPath:
             return None
         products = [cls._products_of(plan, op, device, dtype) for op in linears]
         fits = (
-            plan.autocast_dtype is None
+            plan.autocast_dtype in (None, dtype)
             and len({needs.requires_grad for needs in plan.grad}) == 1
             and None not in products
             and all([on == device for _, on, _ in key.inputs])

@@ -83,6 +83,19 @@ def test_equals_the_op(build, single, bias, frozen):
     ref.assert_equal(both(model, given, True), both(model, given, False))
 
 
+@pytest.mark.parametrize("build", [linear, glu, mlp])
+@pytest.mark.parametrize("bias", [*BIASES])
+def test_equals_the_op_under_autocast_to_its_dtype(build, bias):
+    model = with_biases(build(**BIASES[bias]))
+    given = inputs(model)
+    with torch.autocast("cpu", BF16):
+        got, want = (both(model, given, prepared) for prepared in (True, False))
+    ref.assert_equal(got, want)
+    ref.assert_equal(got, both(model, given, True))
+    with torch.autocast("cpu", torch.float16):
+        assert not is_direct(call(model, given))
+
+
 @pytest.mark.parametrize("build", [linear, mlp])
 @pytest.mark.parametrize("bias", [*BIASES][1:])
 @pytest.mark.parametrize("frozen", ["", "scales", "bias"])

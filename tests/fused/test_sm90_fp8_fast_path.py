@@ -152,6 +152,12 @@ def test_equals_the_ops_where_blocks_are_short(inner):
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_equals_the_ops_under_autocast(recipe):
+    with torch.autocast("cpu", BF16):
+        assert_equals_the_ops(mlp(), recipe)
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("until_updated", [False, True])
 def test_equals_the_ops_with_weights_that_are_reused(recipe, until_updated):
     model = mlp()
