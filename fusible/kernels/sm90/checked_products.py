@@ -190,8 +190,8 @@ def grouped_mm(
     operands = _operands("x", x, w, ends, transpose_w, x_scale, w_scale)
     if operands is None:
         return NotImplemented
-    x, pitch, read, (groups, *features), address, table, products, scales = operands
-    reads_ahead = reads_ahead and read is w  # not a copy, which has just been written
+    x, pitch, weights, (groups, *features), address, table, products, scales = operands
+    reads_ahead = reads_ahead and weights is w  # not a copy, which has just been written
     shape, dtype = (x.shape[0], features[transpose_w]), products.value_dtype
     if bias is not None:
         check_tensor("bias", bias, (groups, shape[1]), dtype, x.device)

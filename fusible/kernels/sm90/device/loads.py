@@ -113,7 +113,7 @@ def load_operands(
     state = ring_state(spec, pipeline.PipelineUserType.Producer)
     turn = Int32(0)
     read, valid, group, m, n, start, rows = tiles.next(tiles.begin())
-    loaded = Int32(0)  # steps of the first tile whose weights are
+    loaded = Int32(0)  # steps of the first tile whose weights are loaded ahead
     if const_expr(spec.reads_ahead):
         if valid:
             coord = tile_coord(spec, in_cluster, group, m, n, start, rows)
