@@ -42,7 +42,7 @@ def is_fake() -> bool:
 
 def capturing() -> bool:
     """Whether a CUDA graph is being captured on the current stream."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def may_cache() -> bool:

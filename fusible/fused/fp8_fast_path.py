@@ -7,7 +7,8 @@ its quantizers have made, which need no check.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,38 +18,42 @@ from fusible.fuser.plan import Plan
 from fusible.fuser.plan_key import PlanKey
 from fusible.kernels import grouped
 from fusible.kernels.quantize.glu_backward import (
-    GluGradients,
-    quantize_glu_backward,
+    Inputs,
+    Wanted,
+    glu_backward_pieces,
+    launch_glu_backward,
     writes_activation,
 )
 from fusible.kernels.quantize.k_major import (
-    KMajorOperands,
+    RowsToQuantize,
     ScaledMatrix,
-    column_to_save,
-    quantize_k_major,
-    saved_column,
+    StoredColumns,
+    StoredRows,
+    launch_quantize,
+    quantize_pieces,
 )
 from fusible.kernels.runtime.launch import TENSOR_TYPES, aligned
-from fusible.kernels.sm90.grouped_products import (
-    ProductsByRows,
-    scales_by_reduction,
-    scales_by_row,
-)
+from fusible.kernels.sm90.grouped_products import ProductsByRows
 from fusible.ops.grouped_fast_path import AccumulatingContexts, GroupedFastPath
 from fusible.ops.op import Grads
+from fusible.recipes.formats import NumberFormat
 from fusible.recipes.tensor import QuantizedTensor
 
 
-class _Launches(NamedTuple):
-    """The products of a linear, by rows, of operands that need no check."""
+@dataclass(frozen=True)
+class _Launches:
+    """The launches of a linear, of operands that need no check; its products by rows."""
 
     forward: ProductsByRows
     dgrad: ProductsByRows
     wgrad: ProductsByRows
 
+    quantize = staticmethod(launch_quantize)
+    glu_backward = staticmethod(launch_glu_backward)
+
     def product(
         self,
-        x: ScaledMatrix | None,
+        x: StoredRows,
         w: ScaledMatrix,
         ends: Tensor,
         bias: Tensor | None,
@@ -57,44 +62,64 @@ class _Launches(NamedTuple):
         """``x @ w[e].T + bias[e] * row_scale``."""
         return _product(self.forward, x, w, ends, bias, row_scale)
 
-    def data_grad(self, dy: ScaledMatrix | None, w: ScaledMatrix, ends: Tensor) -> Tensor:
+    def data_grad(self, dy: StoredRows, w: ScaledMatrix, ends: Tensor) -> Tensor:
         """``dy @ w[e].T``, of transposed weights."""
         return _product(self.dgrad, dy, w, ends)
 
-    def weight_grad(self, dy: ScaledMatrix, x: ScaledMatrix, ends: Tensor) -> Tensor:
+    def weight_grad(self, dy: StoredColumns, x: StoredColumns, ends: Tensor) -> Tensor:
         """``dy.T @ x`` of each group."""
-        launches, scales = self.wgrad(dy.data.shape[0]), scales_by_reduction(dy.scale, x.scale)
+        launches = self.wgrad(dy.data.shape[1])
+        scales = _scales_by_reduction(dy.scale, x.scale)
         # Without `out` there is a result.
-        return launches.wgrad(dy.data, x.data, ends, operand_scales=scales)  # type: ignore[return-value]
+        return launches.wgrad(dy.data.t(), x.data.t(), ends, operand_scales=scales)  # type: ignore[return-value]
 
 
 def _product(
     by_rows: ProductsByRows,
-    x: ScaledMatrix | None,
+    x: StoredRows,
     w: ScaledMatrix,
     ends: Tensor,
     bias: Tensor | None = None,
     row_scale: Tensor | None = None,
 ) -> Tensor:
-    assert x is not None
-    launches, scales = by_rows(x.data.shape[0]), scales_by_row(x.scale, w.scale)
+    launches, scales = by_rows(x.data.shape[0]), _scales_by_row(x.scale, w.scale)
     address = w.data.data_ptr()
     return launches.forward(x.data, address, ends, bias, row_scale, operand_scales=scales)
 
 
+def _scales_by_row(x_scale: Tensor, w_scale: Tensor) -> tuple[int, ...]:
+    """`scales_by_row`, of those of rows as they are stored."""
+    of_blocks = x_scale.stride(0) if x_scale.dim() == 2 else 0
+    return x_scale.data_ptr(), w_scale.data_ptr(), 1, of_blocks, *w_scale.stride()
+
+
+def _scales_by_reduction(dy_scale: Tensor, x_scale: Tensor) -> tuple[int, ...]:
+    """`scales_by_reduction`, of scales as they are stored."""
+    (dy_block, dy_pitch), (x_block, x_pitch) = [
+        scale.stride() if scale.dim() == 2 else (1, 0) for scale in (dy_scale, x_scale)
+    ]
+    return dy_scale.data_ptr(), x_scale.data_ptr(), dy_pitch, dy_block, 0, x_pitch, x_block
+
+
+@dataclass(frozen=True)
 class _LibraryOps:
     """The gradients of `_Launches`, of operands that must be checked or traced."""
 
-    @staticmethod
-    def data_grad(dy: ScaledMatrix | None, w: ScaledMatrix, ends: Tensor) -> Tensor:
-        """``dy @ w[e].T``, of transposed weights."""
-        assert dy is not None
-        return grouped.grouped_mm(dy.data, [w.data], ends, x_scale=dy.scale, w_scale=w.scale)
+    x_format: NumberFormat
+    dy_format: NumberFormat
 
-    @staticmethod
-    def weight_grad(dy: ScaledMatrix, x: ScaledMatrix, ends: Tensor) -> Tensor:
+    quantize = staticmethod(quantize_pieces)
+    glu_backward = staticmethod(glu_backward_pieces)
+
+    def data_grad(self, dy: StoredRows, w: ScaledMatrix, ends: Tensor) -> Tensor:
+        """``dy @ w[e].T``, of transposed weights."""
+        row = dy.operand(self.dy_format)
+        return grouped.grouped_mm(row.data, [w.data], ends, x_scale=row.scale, w_scale=w.scale)
+
+    def weight_grad(self, dy: StoredColumns, x: StoredColumns, ends: Tensor) -> Tensor:
         """``dy.T @ x`` of each group."""
-        return grouped.grouped_wgrad(dy.data, x.data, ends, None, dy.scale, x.scale)
+        a, b = dy.operand(self.dy_format), x.operand(self.x_format)
+        return grouped.grouped_wgrad(a.data, b.data, ends, None, a.scale, b.scale)
 
 
 class Fp8MLPFastPath(GroupedFastPath):
@@ -119,7 +144,8 @@ class Fp8MLPFastPath(GroupedFastPath):
             ProductsByRows(device, dy, groups, depth, columns, w),
             ProductsByRows(device, dy, groups, columns, depth, x),
         )
-        return launches if all([one.is_supported for one in launches]) else None
+        products = launches.forward, launches.dgrad, launches.wgrad
+        return launches if all([one.is_supported for one in products]) else None
 
     def __init__(
         self, plan: Plan, key: PlanKey, ops: Sequence[Any], products: Sequence[Any]
@@ -165,13 +191,13 @@ class Fp8MLPFastPath(GroupedFastPath):
         """The output, and what the backward reads."""
         x, split_sizes, params = operands[0], operands[1], operands[self._first_param :]
         scales, row_scale = self._scales_of(operands)
-        fc1, fc2 = self._linears
+        (fc1, fc2), fmt = self._linears, self._x_format
         launches = fc1.products.forward(x.shape[0])
         ends = launches.ends(split_sizes, x.shape[0])
-        row, column = self._quantized(x, ends, columnwise=fc1.needs.params[0])
-        assert row is not None
+        pieces = fc1.products.quantize(RowsToQuantize(x, ends), fmt, True, fc1.needs.params[0])
+        row, column = _row_and_column(pieces)
         w, dgrad_w1 = self._weights(fc1, params)
-        preact, act, *act_scale = launches.glu(
+        preact, *act = launches.glu(
             row.data,
             w.data.data_ptr(),
             ends,
@@ -179,20 +205,20 @@ class Fp8MLPFastPath(GroupedFastPath):
             self._glu,
             fc1.first_bias(params),
             self._trains,
-            operand_scales=scales_by_row(row.scale, w.scale),
-            out_format=self._x_format if self._quantizes_act else None,
+            operand_scales=_scales_by_row(row.scale, w.scale),
+            out_format=fmt if self._quantizes_act else None,
         )
-        del row, w  # their memory serves what follows
-        if self._quantizes_act:
-            act_row, act_column = KMajorOperands(ScaledMatrix(act, act_scale[0].t()), None)
-        else:
-            act_row, act_column = self._quantized(act, ends, columnwise=self._saves_act)
-        del act
+        del pieces, row, w  # their memory serves what follows
+        of_act: Sequence[Tensor | None] = (None, None)
+        if not self._quantizes_act:
+            rows = RowsToQuantize(act.pop(), ends)
+            act = fc2.products.quantize(rows, fmt, True, self._saves_act)
+            of_act = act[2:4]
         w, dgrad_w2 = self._weights(fc2, params)
-        y = fc2.products.product(act_row, w, ends, fc2.first_bias(params), row_scale)
-        columns = *column_to_save(column), *column_to_save(act_column)
+        bias = fc2.first_bias(params)
+        y = fc2.products.product(StoredRows(*act[:2]), w, ends, bias, row_scale)
         weights = [(None, None) if w is None else w[:2] for w in (dgrad_w1, dgrad_w2)]
-        saved = *columns, ends, scales, preact, row_scale, fc2.saved_bias(params)
+        saved = *column[:2], *of_act, ends, scales, preact, row_scale, fc2.saved_bias(params)
         return y, (*saved, *weights[0], *weights[1])
 
     def backward(
@@ -205,70 +231,69 @@ class Fp8MLPFastPath(GroupedFastPath):
         """The gradients of the operands."""
         x, x_scale, act, act_scale, ends, scales, preact, row_scale, bias2, *weights = saved
         w1, w2 = ScaledMatrix(*weights[:2]), ScaledMatrix(*weights[2:])
-        (fc1, fc2), dy = self._linears, grad_output
+        (fc1, fc2), dy, formats = self._linears, grad_output, (self._x_format, self._dy_format)
         # What hooks give back may lie anywhere.
-        direct = not held and self._call_fits(())
-        first, second = [of.products if direct else _LibraryOps for of in self._linears]
-        dy_row, dy_column = quantize_k_major(
-            dy, self._dy_format, rowwise=True, columnwise=fc2.needs.params[0], ends=ends
-        )
+        direct = not held and self._call_fits([((dy,), (dy.shape[0], fc2.op.out_features), 0)])
+        library = _LibraryOps(*formats)
+        first, second = [of.products if direct else library for of in self._linears]
+        source, needs_w2 = RowsToQuantize(dy, ends), fc2.needs.params[0]
+        dy_row, dy_column = _row_and_column(second.quantize(source, formats[1], True, needs_w2))
         dact = second.data_grad(dy_row, w2, ends)
         del dy_row  # its memory serves what follows
-        operands, dscales, values, hidden = self._activation_grads(dact, preact, scales, ends)
-        (dpreact, dpreact_column), biases1 = operands, fc1.bias_grads(values, ends)
-        del dact, operands, values
+        dpreact, column, dscales, values, hidden = self._activation_grads(
+            second, Inputs(dact, preact, scales, ends)
+        )
+        del dact
+        biases1 = fc1.bias_grads(values, ends)
+        del values
         if self._saves_act:
-            hidden = saved_column(act, act_scale)
-        weights2 = _weight_grads(fc2, second, dy_column, hidden, contexts)
+            hidden = StoredColumns(act, act_scale)
+        weights2 = self._weight_grads(fc2, second, dy_column, hidden, contexts)
         del dy_column, hidden
         dx = first.data_grad(dpreact, w1, ends) if fc1.needs.input else None
         del dpreact
-        x_column = saved_column(x, x_scale)
-        weights1 = _weight_grads(fc1, first, dpreact_column, x_column, contexts)
+        weights1 = self._weight_grads(fc1, first, column, StoredColumns(x, x_scale), contexts)
         params1, params2 = (*weights1, *biases1), (*weights2, *fc2.bias_grads(dy, ends, row_scale))
         of_scales = () if scales is None else (dscales,)
         of_bias = () if row_scale is None else fc2.scale_grads(dy, ends, row_scale, bias2)
         return dx, None, *of_scales, None, *of_bias, *params1, *params2
 
     def _activation_grads(
-        self, dact: Tensor, preact: Tensor, scales: Tensor | None, ends: Tensor
-    ) -> GluGradients:
-        """The backward of the activation, with the activation itself if it was not saved."""
-        fc1 = self._linears[0]
-        found = quantize_glu_backward(
-            dact,
-            preact,
-            scales,
-            ends,
-            self._glu,
-            self._dy_format,
-            rowwise=fc1.needs.input,
-            columnwise=fc1.needs.params[0],
-            values=fc1.op.has_bias and fc1.needs.params[-1],
-            act_format=self._x_format if self._recomputes_act and self._writes_act else None,
+        self, products: _Launches | _LibraryOps, inputs: Inputs
+    ) -> tuple[StoredRows, StoredColumns, Tensor, Tensor | None, StoredColumns]:
+        """The pre-activation's gradient for both products, that of the scales, the former in BF16
+        if the bias needs it, and the activation if it was not saved.
+        """
+        fc1, ends = self._linears[0], inputs.ends
+        needs_values, needs_w1 = fc1.op.has_bias and fc1.needs.params[-1], fc1.needs.params[0]
+        activation = self._recomputes_act and self._writes_act
+        wanted = Wanted(activation, fc1.needs.input, needs_w1, needs_values)
+        formats = self._dy_format, self._x_format
+        *pieces, dscales, values, act, act_scale = products.glu_backward(
+            inputs, self._glu, *formats, wanted
         )
-        if self._recomputes_act and found.activation is None:
-            act = self._glu.forward(preact, scales)
-            column = self._quantized(act, ends, rowwise=False, columnwise=True).column
-            found = found._replace(activation=column)
-        return found
+        hidden = StoredColumns(act, act_scale)
+        if self._recomputes_act and not self._writes_act:
+            rows = RowsToQuantize(self._glu.forward(inputs.preact, inputs.scales), ends)
+            hidden = _row_and_column(products.quantize(rows, self._x_format, False, True))[1]
+        return *_row_and_column(pieces), dscales, values if needs_values else None, hidden
 
-    def _quantized(
-        self, x: Tensor, ends: Tensor, *, rowwise: bool = True, columnwise: bool
-    ) -> KMajorOperands:
-        """An input of a linear for its products."""
-        fmt = self._x_format
-        return quantize_k_major(x, fmt, rowwise=rowwise, columnwise=columnwise, ends=ends)
+    def _weight_grads(
+        self,
+        linear: Any,
+        products: _Launches | _LibraryOps,
+        dy: StoredColumns,
+        x: StoredColumns,
+        contexts: AccumulatingContexts,
+    ) -> Grads:
+        """The gradients of a linear's weights."""
+        if not linear.needs.params[0]:
+            return (None,) * linear.op.num_weights
+        operands: Any = dy, x
+        if linear.op.accumulates_grads:
+            operands = dy.operand(self._dy_format), x.operand(self._x_format)
+        return linear.weight_grads(products.weight_grad, *operands, dy.ends, contexts)
 
 
-def _weight_grads(
-    linear: Any,
-    products: Any,
-    dy: ScaledMatrix | None,
-    x: ScaledMatrix | None,
-    contexts: AccumulatingContexts,
-) -> Grads:
-    """The gradients of a linear's weights; the operands are None if they are not needed."""
-    if dy is None or x is None:
-        return (None,) * linear.op.num_weights
-    return linear.weight_grads(products.weight_grad, dy, x, dy.ends, contexts)
+def _row_and_column(pieces: Sequence[Tensor]) -> tuple[StoredRows, StoredColumns]:
+    return StoredRows(*pieces[:2]), StoredColumns(*pieces[2:])

@@ -23,9 +23,7 @@ from fusible.kernels.quantize.glu_backward import quantize_glu_backward, writes_
 from fusible.kernels.quantize.k_major import (
     KMajorOperands,
     ScaledMatrix,
-    column_to_save,
     quantize_k_major,
-    saved_column,
     stored_operand,
     transposed,
 )
@@ -135,7 +133,7 @@ class Sm90Fp8Kernels(GroupedKernels):
             return None, None, None
         if isinstance(column, GatheredRows):
             return column.source, None, column.index
-        return *column_to_save(column), None
+        return (None, None, None) if column is None else (column.data.t(), column.scale, None)
 
     def num_saved_rows(self, ctx: OperationContext) -> int:
         """See `GroupedKernels`."""
@@ -146,7 +144,9 @@ class Sm90Fp8Kernels(GroupedKernels):
     ) -> ScaledMatrix | GatheredRows | None:
         """See `GroupedKernels`."""
         data, scale, index = saved
-        return saved_column(data, scale) if index is None else GatheredRows(data, index)
+        if index is not None:
+            return GatheredRows(data, index)
+        return None if data is None else ScaledMatrix(data.t(), scale)
 
     def weights(self, call: LinearCall) -> tuple[ScaledMatrix, ScaledMatrix | None]:
         """See `GroupedKernels`; the second one is a transposed copy. One matrix if dense."""

@@ -77,7 +77,16 @@ class OperandCache:
 
         An entry is for the ``products`` that it was made for; one for more products replaces it.
         """
-        stored = stored_tensors(weights)
+        return self.get_stored(stored_tensors(weights), key, make, products)
+
+    def get_stored(
+        self,
+        stored: tuple[Tensor, ...],
+        key: Hashable,
+        make: Callable[[], Any],
+        products: Iterable[str] = (),
+    ) -> Any:
+        """`get` of weights and what they consist of: `stored_tensors`."""
         versions: tuple[Any, ...] = ()
         if self.until_updated:
             for t in stored:
@@ -95,7 +104,7 @@ class OperandCache:
         if entry.versions != versions or not _same(entry.stored, stored):
             # The old operands are freed before new ones are made.
             entry = self._cached = _Entry(tuple(map(_reference, stored)), versions, {})
-        key = key, weights[0].dtype, *_stream(weights[0].device)
+        key = key, stored[0].dtype, *_stream(stored[0].device)
         uses = frozenset(products)
         cached = entry.operands.get(key)
         if cached is None or not uses <= cached[0]:
@@ -107,10 +116,8 @@ class OperandCache:
 
 def stored_tensors(weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The weights, and what those consist of that are stored quantized."""
-    if not any([isinstance(w, QuantizedTensor) for w in weights]):
-        return tuple(weights)
-    pieces = [w.pieces().values() for w in weights if isinstance(w, QuantizedTensor)]
-    return (*weights, *[piece for of_weight in pieces for piece in of_weight])
+    pieces = [p for w in weights if isinstance(w, QuantizedTensor) for p in w.pieces().values()]
+    return *weights, *pieces
 
 
 def _reference(t: Tensor) -> _Reference:
@@ -158,8 +165,9 @@ def cached_copy(
     """
     if UnseenWrites.captured or not may_cache():
         return make()
-    anchor = next(iter(weights[0].pieces().values()))
+    stored = stored_tensors(weights)
+    anchor = stored[len(weights)]
     cache = _copies.get(anchor)
     if cache is None:
         cache = _copies[anchor] = OperandCache(until_updated=True)
-    return cache.get(weights, key, make, products)
+    return cache.get_stored(stored, key, make, products)

@@ -416,9 +416,12 @@ class CustomRecipe(_NotOffered):
     why = "derive a recipe from recipes.Recipe, whose format(role) says how an operand is quantized"
 
 
+_DEFAULT = MXFP8BlockScaling()  # made once: a scope that is not enabled names none either
+
+
 def get_default_recipe() -> Recipe:
     """Return ``MXFP8BlockScaling()``, the recipe of a scope that names none, on every machine."""
-    return MXFP8BlockScaling()
+    return _DEFAULT
 
 
 def check_scope(function: str, enabled: object, recipe: object) -> Recipe:

@@ -80,10 +80,10 @@ KERNELS = [
     ("sm100.quantize.sum_blocks", (32, True)),
     ("sm90.gemm.GroupedGemm", (Spec("store", Tile(128, 128), "bfloat16"),)),
     ("sm90.gemm.GroupedGemm", (Spec("store", Tile(128, 128), "float16"),)),
-    ("sm90.vectors.GroupEnds", ("int32",)),
-    ("sm90.vectors.GroupEnds", ("int64",)),
-    ("sm90.vectors.TileSums", ("float32",)),
-    ("sm90.vectors.TileSums", ("bfloat16",)),
+    ("grouped.vectors.GroupEnds", ("int32",)),
+    ("grouped.vectors.GroupEnds", ("int64",)),
+    ("grouped.vectors.TileSums", ("float32",)),
+    ("grouped.vectors.TileSums", ("bfloat16",)),
 ]  # fmt: skip
 
 
@@ -115,7 +115,7 @@ def test_the_numbers_of_a_kernel_are_those_of_its_signature(monkeypatch):
     monkeypatch.setattr(cutlass.cute, "compile", lambda *args, **_: given.append(args))
     spec = RowsSpec("bf16", 8, 2)
     launch.compile_kernel("moe.rows.scatter", (spec,))
-    launch.compile_kernel("sm90.vectors.TileSums", ("bfloat16",))
+    launch.compile_kernel("grouped.vectors.TileSums", ("bfloat16",))
     kinds = [[type(a).__name__ for a in args[1:]] for args in given]
     assert [k[:7] for k in kinds] == [["Int64"] * 5 + ["Int32"] * 2, kinds[1]]
     assert given[0][-1] is spec

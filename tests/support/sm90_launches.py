@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import sm90_in_tile
@@ -14,10 +15,14 @@ import torch
 from torch import Tensor
 
 from fusible import library
+from fusible.fused import fp8_fast_path
 from fusible.kernels import moe
 from fusible.kernels.glu import Glu
 from fusible.kernels.grouped import definitions
+from fusible.kernels.quantize import k_major
+from fusible.kernels.quantize.glu_backward import definition as glu_definition
 from fusible.kernels.runtime import gpu
+from fusible.kernels.runtime import launch as runtime_launch
 from fusible.kernels.sm90 import checked_products, grouped_products, launch, operands
 from fusible.kernels.sm90.spec import FORWARD, Spec
 from fusible.ops import grouped_fast_path
@@ -151,7 +156,7 @@ def load_kernel(path, what, _):
     (name,) = what
 
     def vector_kernel(source: int, target: int, size: int, rows: int, _: int) -> None:
-        if path == "sm90.vectors.GroupEnds":
+        if path == "grouped.vectors.GroupEnds":
             sizes = tensor_at(source, (size,), getattr(torch, name))
             ends = sizes.clamp(min=0).cumsum(0).clamp(max=rows)
             tensor_at(target, (size,), torch.int32).copy_(ends)
@@ -178,7 +183,7 @@ def sm90_on_cpu() -> Iterator[list[Spec]]:
         return load_kernel(path, what, gpu)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "load_kernel", load)
+        load_kernels(patch, load)
         take_cpu_tensors(patch)
         try:
             yield loaded
@@ -194,6 +199,13 @@ def ops_only() -> Iterator[None]:
         yield
 
 
+def load_kernels(patch: pytest.MonkeyPatch, load: Callable[..., Any]) -> None:
+    """Let launches get their kernels from ``load``, of a path, constants and an architecture."""
+    for module in (launch, runtime_launch):
+        patch.setattr(module, "load_kernel", load)
+    patch.setattr(runtime_launch, "architecture", lambda _: "sm_90a")
+
+
 def take_cpu_tensors(patch: pytest.MonkeyPatch) -> None:
     """Let library ops run, of CPU tensors, what they run on SM90, if that is products."""
     for module in (launch, grouped_products):
@@ -204,6 +216,8 @@ def take_cpu_tensors(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(operands, "pointer_table", pointer_table)
     for module in (checked_products, grouped_products):
         patch.setattr(module, "supports", supports)
+    for name, definition in (("quantize", k_major.definition), ("glu_backward", glu_definition)):
+        patch.setattr(fp8_fast_path._Launches, name, staticmethod(definition))
     patch.setattr(library, "is_direct", lambda x: not torch.compiler.is_compiling())
     for module in (gpu, moe.cuda):
         patch.setattr(module, "capability", lambda _: (0, 0))  # of all other kernels
@@ -216,7 +230,6 @@ def supports(_: torch.device, dtype: torch.dtype, *features: int) -> bool:
 
 def forget_launches() -> None:
     """Drop the launches that were made of kernels that are none."""
-    launch._vector_kernel.cache_clear()
     grouped_products.cached_products.cache_clear()
     sm90_in_tile.launches_of.cache_clear()
 

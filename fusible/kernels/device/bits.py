@@ -1,6 +1,7 @@
 # Device code is traced by the CuTe DSL: its values have no static types, its loops are unrolled.
 """Single PTX instructions: memory under a condition, bits, packed numbers of high precision."""
 
+import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 from cutlass.cute.arch import inline_ptx
 
@@ -10,6 +11,18 @@ ONE = 0x3F800000
 
 SIZES = {"bf16": 2, "f16": 2, "f32": 4}
 """Bytes of a number of high precision, by its PTX name."""
+
+CUTLASS_DTYPES = {
+    "bfloat16": cutlass.BFloat16,
+    "float16": cutlass.Float16,
+    "float8_e4m3fn": cutlass.Float8E4M3FN,
+    "float8_e5m2": cutlass.Float8E5M2,
+    "float32": cutlass.Float32,
+    "float64": cutlass.Float64,
+    "int32": cutlass.Int32,
+    "int64": cutlass.Int64,
+}
+"""By the names of PyTorch's dtypes."""
 
 
 def load(address, inside, count, cached=False):

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fusible.kernels.glu import Glu
+from fusible.kernels.grouped.vectors import sum_up
 from fusible.kernels.quantize import k_major
 from fusible.kernels.quantize.cuda import supports_matrix
 from fusible.kernels.quantize.k_major import KMajorOperands, RowsToQuantize, ScaledMatrix
@@ -30,12 +31,12 @@ from fusible.recipes.blocks import padded_size, with_zero_tail
 from fusible.recipes.formats import BLOCKS, FP8_BLOCK, NumberFormat
 
 _THREAD_COLUMNS = 8  # columns of a thread
-_Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 """`k_major.KMajorPieces`, the gradient of the scales, the values, and the activation's elements and
 scales for column-wise use as they are stored."""
 
 
-class _Inputs(NamedTuple):
+class Inputs(NamedTuple):
     """The inputs of the backward; see `quantize_glu_backward`."""
 
     dy: Tensor
@@ -44,7 +45,7 @@ class _Inputs(NamedTuple):
     ends: Tensor
 
 
-class _Wanted(NamedTuple):
+class Wanted(NamedTuple):
     """What is computed besides the gradient of the scales; see `quantize_glu_backward`."""
 
     activation: bool
@@ -95,14 +96,16 @@ def quantize_glu_backward(
             f"dy must be ({rows}, {columns // glu.sides}) and scales ({rows},) for a "
             f"pre-activation of shape {tuple(preact.shape)}, got {tuple(dy.shape)} and {of_scales}"
         )
-    wanted = _Wanted(act_format is not None, rowwise, columnwise, values)
+    wanted = Wanted(act_format is not None, rowwise, columnwise, values)
     # An op has no optional format.
-    results = _op(_Inputs(dy, preact, scales, ends), glu, fmt, act_format or fmt, wanted)
+    results = glu_backward_pieces(
+        Inputs(dy, preact, scales, ends), glu, fmt, act_format or fmt, wanted
+    )
     *_, padded_ends, dscales, dpreact, act_data, act_scale = results
     operands = k_major.as_operands(results[:5], fmt, rowwise, columnwise, True)
     act = None
     if act_format is not None:
-        act = k_major.column_operand(act_data, act_scale, padded_ends, act_format)
+        act = k_major.StoredColumns(act_data, act_scale, padded_ends).operand(act_format)
     return GluGradients(operands, dscales, dpreact if values else None, act)
 
 
@@ -127,9 +130,9 @@ def _paired(glu: Glu, columns: int) -> bool:
 
 
 @torch.no_grad()
-def _definition(
-    inputs: _Inputs, glu: Glu, fmt: NumberFormat, act_format: NumberFormat, wanted: _Wanted
-) -> _Results:
+def definition(
+    inputs: Inputs, glu: Glu, fmt: NumberFormat, act_format: NumberFormat, wanted: Wanted
+) -> Results:
     """The definition of the op."""
     dy, preact, scales, ends = inputs
     dpreact, dscales = glu.backward(dy, preact, scales)
@@ -143,8 +146,8 @@ def _definition(
 
 
 def _outputs(
-    inputs: _Inputs, glu: Glu, fmt: NumberFormat, act_format: NumberFormat, wanted: _Wanted
-) -> _Results:
+    inputs: Inputs, glu: Glu, fmt: NumberFormat, act_format: NumberFormat, wanted: Wanted
+) -> Results:
     """Allocate what the op returns."""
     _, preact, scales, ends = inputs
     rows = RowsToQuantize(preact, ends)
@@ -154,9 +157,7 @@ def _outputs(
     return *pieces, dscales, dpreact, *_act_pieces(inputs, act_format, wanted)
 
 
-def _act_pieces(
-    inputs: _Inputs, act_format: NumberFormat, wanted: _Wanted
-) -> tuple[Tensor, Tensor]:
+def _act_pieces(inputs: Inputs, act_format: NumberFormat, wanted: Wanted) -> tuple[Tensor, Tensor]:
     """Allocate elements and scales of the activation, which has the shape of ``dy``."""
     dy, ends = inputs.dy, inputs.ends
     if wanted.activation:
@@ -165,8 +166,8 @@ def _act_pieces(
 
 
 def _cuda(
-    inputs: _Inputs, glu: Glu, fmt: NumberFormat, act_format: NumberFormat, wanted: _Wanted
-) -> _Results | NotImplementedType:
+    inputs: Inputs, glu: Glu, fmt: NumberFormat, act_format: NumberFormat, wanted: Wanted
+) -> Results | NotImplementedType:
     dy, preact, scales, ends = inputs
     rows, columns = RowsToQuantize(preact, ends), preact.shape[1]
     k_major.check(rows, fmt)
@@ -183,11 +184,19 @@ def _cuda(
     )
     if not fits:
         return NotImplemented
-    inputs = _Inputs(aligned(dy), aligned(preact), scales, ends)
+    inputs = Inputs(aligned(dy), aligned(preact), scales, ends)
+    return launch_glu_backward(inputs, glu, fmt, act_format, wanted)
+
+
+def launch_glu_backward(
+    inputs: Inputs, glu: Glu, fmt: NumberFormat, act_format: NumberFormat, wanted: Wanted
+) -> Results:
+    """The op by its kernels, of aligned operands that these support, unchecked."""
     if fmt.block is not None:
         return _launch(inputs, glu, fmt, act_format, wanted)
+    _, preact, _, ends = inputs
     amax = preact.new_zeros(len(ends), dtype=torch.int32)
-    for_values = _Wanted(activation=False, rowwise=False, columnwise=False, values=True)
+    for_values = Wanted(activation=False, rowwise=False, columnwise=False, values=True)
     results = _launch(inputs, glu, fmt, act_format, for_values, amax)
     pieces, dscales, dpreact = results[:5], results[5], results[6]
     if wanted.rowwise or wanted.columnwise:
@@ -197,14 +206,14 @@ def _cuda(
 
 
 def _launch(
-    inputs: _Inputs,
+    inputs: Inputs,
     glu: Glu,
     fmt: NumberFormat,
     act_format: NumberFormat,
-    wanted: _Wanted,
+    wanted: Wanted,
     amax: Tensor | None = None,
-) -> _Results:
-    """The kernel, of aligned operands; with ``amax`` it finds the groups' largest magnitudes."""
+) -> Results:
+    """The kernel; with ``amax`` it finds the groups' largest magnitudes."""
     dy, preact, scales, ends = inputs
     rows, columns = preact.shape
     pieces = k_major.outputs(RowsToQuantize(preact, ends), fmt, wanted.rowwise, wanted.columnwise)
@@ -213,14 +222,14 @@ def _launch(
     stripe, paired = _stripe(glu, columns), _paired(glu, columns)
     blocks = 0 if scales is None else -(-columns // FP8_BLOCK) >> paired
     of_rows = None if scales is None else scales.float().contiguous()
-    partials = preact.new_empty(blocks, rows, dtype=torch.float32)
+    partials = preact.new_empty(blocks * rows, dtype=torch.float32)
     which = glu.activation, scales is not None, stripe, paired
     of_act = act_format if wanted.activation else None
     constants = _kernel(fmt, of_act, ends.dtype, wanted, *which)
     sizes = rows, columns, len(ends), padded_size(rows, len(ends), FP8_BLOCK), stripe
     addresses = dy, preact, of_rows, ends, amax, *pieces, partials, dpreact, *act
     launch("quantize.glu_backward.quantize", constants, dy.device, *addresses, *sizes, *glu[2:])
-    dscales = preact.new_empty(0) if scales is None else partials.sum(0).to(scales.dtype)
+    dscales = partials if scales is None else sum_up(partials, rows, scales.dtype)
     return *pieces, dscales, dpreact, *act
 
 
@@ -229,7 +238,7 @@ def _kernel(
     fmt: NumberFormat,
     act_format: NumberFormat | None,
     ends: torch.dtype,
-    wanted: _Wanted,
+    wanted: Wanted,
     activation: str,
     scaled: bool,
     stripe: int,
@@ -243,4 +252,4 @@ def _kernel(
     return (spec,)
 
 
-_op = define(_definition, _outputs, [_cuda], name="quantize_glu_backward")
+glu_backward_pieces = define(definition, _outputs, [_cuda], name="quantize_glu_backward")

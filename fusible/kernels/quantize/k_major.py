@@ -122,8 +122,36 @@ def quantize_k_major(
 
     Raises what ``quantization.quantize`` raises, and ValueError for other formats or ``index``.
     """
-    pieces = _quantize_op(RowsToQuantize(x.detach(), ends, index), fmt, rowwise, columnwise)
+    pieces = quantize_pieces(RowsToQuantize(x.detach(), ends, index), fmt, rowwise, columnwise)
     return as_operands(pieces, fmt, rowwise, columnwise, ends is not None)
+
+
+class StoredRows(NamedTuple):
+    """A row-wise operand of groups as it lies in memory."""
+
+    data: Tensor
+    scale: Tensor
+
+    def operand(self, fmt: NumberFormat) -> ScaledMatrix:
+        """See `KMajorOperands.row`."""
+        data, scale = self
+        of_blocks = scale.t() if fmt.directional else _for_blocks(scale, data.shape[-1])
+        return ScaledMatrix(data, of_blocks)
+
+
+class StoredColumns(NamedTuple):
+    """A column-wise operand of padded groups as it lies in memory."""
+
+    data: Tensor
+    scale: Tensor
+    ends: Tensor | None = None
+
+    def operand(self, fmt: NumberFormat) -> ScaledMatrix:
+        """See `KMajorOperands.column`."""
+        data, scale, ends = self
+        if fmt.block is None:
+            scale = scale.unsqueeze(-1).expand(-1, data.shape[0])
+        return ScaledMatrix(data.t(), scale, ends)
 
 
 def as_operands(
@@ -132,37 +160,21 @@ def as_operands(
     """The operands from the tensors of the op."""
     row_data, row_scale, column_data, column_scale, padded_ends = pieces
     row = column = None
-    if fmt.directional:
-        row_scale = row_scale.t()
-    elif fmt.block is None and (rowwise or columnwise):
+    if _pads_groups(fmt, grouped):
+        if rowwise:
+            row = StoredRows(row_data, row_scale).operand(fmt)
+        if columnwise:
+            ends = padded_ends if grouped else None
+            column = StoredColumns(column_data, column_scale, ends).operand(fmt)
+        return KMajorOperands(row, column)
+    if fmt.block is None and (rowwise or columnwise):
         columns = row_data.shape[-1] if rowwise else column_data.shape[-2]
-        row_scale = _for_blocks(row_scale if grouped else row_scale[..., ::FP8_BLOCK], columns)
+        row_scale = _for_blocks(row_scale[..., ::FP8_BLOCK], columns)
     if rowwise:
         row = ScaledMatrix(row_data, row_scale)
-    if columnwise and _pads_groups(fmt, grouped):
-        column = column_operand(column_data, column_scale, padded_ends if grouped else None, fmt)
-    elif columnwise:
+    if columnwise:
         column = ScaledMatrix(column_data, row_scale.mT)
     return KMajorOperands(row, column)
-
-
-def column_operand(
-    data: Tensor, scale: Tensor, padded_ends: Tensor | None, fmt: NumberFormat
-) -> ScaledMatrix:
-    """The column-wise operand of padded groups, from `KMajorPieces`."""
-    if fmt.block is None:
-        scale = scale.unsqueeze(-1).expand(-1, data.shape[0])
-    return ScaledMatrix(data.t(), scale, padded_ends)
-
-
-def column_to_save(column: ScaledMatrix | None) -> tuple[Tensor | None, Tensor | None]:
-    """The elements of a column-wise operand as they lie in memory, and its scales."""
-    return (None, None) if column is None else (column.data.t(), column.scale)
-
-
-def saved_column(data: Tensor | None, scale: Tensor) -> ScaledMatrix | None:
-    """The operand, but for its ends, of `column_to_save`."""
-    return None if data is None else ScaledMatrix(data.t(), scale)
 
 
 def _for_blocks(scale: Tensor, columns: int) -> Tensor:
@@ -347,13 +359,7 @@ def _cuda(
     if not (some and fills_stores and supports_matrix(x, x.dtype, ends)):
         return NotImplemented
     x, index = with_aligned_rows(x), None if index is None else index.contiguous()
-    pass_chunks, amax = 0, None
-    if index is not None:
-        pass_chunks = chunks_per_pass(*x.shape, x.itemsize)
-    if fmt.block is None:
-        amax = amax_bits(x, ends, fmt, index=index, pass_chunks=pass_chunks)
-    source = RowsToQuantize(x, ends, index)
-    return launch_quantize(source, fmt, rowwise, columnwise, amax, pass_chunks)
+    return launch_quantize(RowsToQuantize(x, ends, index), fmt, rowwise, columnwise)
 
 
 def launch_quantize(
@@ -361,11 +367,13 @@ def launch_quantize(
     fmt: NumberFormat,
     rowwise: bool,
     columnwise: bool,
-    amax: Tensor | None,
-    pass_chunks: int = 0,
+    amax: Tensor | None = None,
 ) -> KMajorPieces:
-    """The kernel, by `amax_bits` in a format of whole matrices."""
+    """The op by its kernel, of what that supports, unchecked; ``amax`` is `amax_bits` if known."""
     x, ends, index = source
+    pass_chunks = 0 if index is None else chunks_per_pass(*x.shape, x.itemsize)
+    if fmt.block is None and amax is None:
+        amax = amax_bits(x, ends, fmt, index=index, pass_chunks=pass_chunks)
     pieces = outputs(source, fmt, rowwise, columnwise)
     ends_dtype = None if ends is None else ends.dtype
     constants = _kernel(fmt, x.dtype, ends_dtype, rowwise, columnwise, index is not None)
@@ -382,5 +390,5 @@ def chunks_per_pass(rows: int, columns: int, itemsize: int) -> int:
     return max([n for n in range(1, chunks + 1) if chunks % n == 0 and n <= fit])
 
 
-_quantize_op = define(definition, outputs, [_cuda], name="quantize_k_major")
+quantize_pieces = define(definition, outputs, [_cuda], name="quantize_k_major")
 transposed = define(_transposed, _transposed_like, name="transposed_fp8")

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fusible.activations import ACTIVATIONS, GATED
 from fusible.kernels.glu import Glu
+from fusible.kernels.grouped.vectors import launch_group_ends
 from fusible.kernels.runtime.launch import TENSOR_TYPES, aligned
 from fusible.kernels.sm90 import limits, tiles
 from fusible.kernels.sm90.grouped_products import (
@@ -24,7 +25,7 @@ from fusible.kernels.sm90.grouped_products import (
     scales_by_reduction,
     scales_by_row,
 )
-from fusible.kernels.sm90.launch import NO_SCALES, launch_group_ends
+from fusible.kernels.sm90.launch import NO_SCALES
 from fusible.kernels.sm90.operands import (
     Matrices,
     as_matrix,
@@ -46,9 +47,7 @@ def group_ends(split_sizes: Tensor, rows: int) -> Tensor | NotImplementedType:
     integers = split_sizes.dtype in (torch.int64, torch.int32) and split_sizes.ndim == 1
     if not (integers and supports(split_sizes.device, torch.bfloat16)):
         return NotImplemented
-    ends = torch.empty(split_sizes.shape, dtype=torch.int32, device=split_sizes.device)
-    launch_group_ends(split_sizes.contiguous(), ends, rows)
-    return ends
+    return launch_group_ends(split_sizes.contiguous(), rows)
 
 
 class _Operands(NamedTuple):

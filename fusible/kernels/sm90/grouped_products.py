@@ -12,16 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusible.formulas import cast
 from fusible.kernels.glu import Glu
+from fusible.kernels.grouped.vectors import launch_group_ends, sum_up
 from fusible.kernels.runtime.gpu import multiprocessors
 from fusible.kernels.runtime.launch import TENSOR_TYPES
 from fusible.kernels.sm90 import limits, tiles
 from fusible.kernels.sm90.launch import (
     NO_SCALES,
     Launch,
-    launch_group_ends,
-    launch_tile_sums,
 )
 from fusible.kernels.sm90.operands import (
     DTYPE_NAMES,
@@ -159,9 +157,7 @@ class WeightProducts:
 
     def ends(self, split_sizes: Tensor, rows: int) -> Tensor:
         """`group_ends`, of contiguous ``split_sizes``."""
-        ends = torch.empty(self._groups, dtype=torch.int32, device=self._device)
-        launch_group_ends(split_sizes, ends, rows)
-        return ends
+        return launch_group_ends(split_sizes, rows)
 
     def forward(
         self,
@@ -347,18 +343,6 @@ def _glu_layout(glu: Glu, columns: int) -> tuple[int, int]:
     if glu.sides == 1:
         return 1, columns
     return (glu.interleave, 2 * columns) if glu.interleave else (columns, columns)
-
-
-def sum_up(partials: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
-    """The scales' gradients in ``dtype`` from dglu's sums over each tile of columns.
-
-    A tile is summed in registers and tiles are added in order, so the bits are reproducible.
-    """
-    if partials.shape[0] == rows:
-        return cast(partials, dtype)
-    sums = partials.new_empty(rows, dtype=dtype)
-    launch_tile_sums(partials, sums)
-    return sums
 
 
 # --- products of given operands -------------------------------------------------------------------

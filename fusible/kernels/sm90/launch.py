@@ -1,8 +1,5 @@
 """The SM90 kernels: a launch with the arguments that stay the same."""
 
-import functools
-from typing import Any
-
 import torch
 
 from fusible.kernels.runtime.gpu import multiprocessors
@@ -90,32 +87,3 @@ class Launch:
             total_rows, total_rows if zero_tail else 0, *self._constant, clusters, *operand_scales,
             stream,
         ))  # fmt: skip
-
-
-@functools.cache
-def _vector_kernel(name: str, dtype: torch.dtype) -> Any:
-    return load_kernel(f"sm90.vectors.{name}", (str(dtype).removeprefix("torch."),), _GPU)
-
-
-def launch_group_ends(sizes: torch.Tensor, ends: torch.Tensor, rows: int) -> None:
-    """Write the groups' end rows on the device's current stream."""
-    _launch("GroupEnds", sizes.dtype, sizes, ends, sizes.shape[0], rows)
-
-
-def launch_tile_sums(partials: torch.Tensor, sums: torch.Tensor) -> None:
-    """Add up FP32 sums of tiles, ``[tiles * rows]``, on the device's current stream."""
-    rows = sums.shape[0]
-    _launch("TileSums", sums.dtype, partials, sums, partials.shape[0] // rows, rows)
-
-
-def _launch(
-    name: str,
-    dtype: torch.dtype,
-    source: torch.Tensor,
-    target: torch.Tensor,
-    *sizes: int,
-) -> None:
-    index = target.get_device()
-    stream = torch._C._cuda_getCurrentRawStream(index)
-    arguments = source.data_ptr(), target.data_ptr(), *sizes, stream
-    call_on_device(index, _vector_kernel(name, dtype), arguments)

@@ -231,7 +231,7 @@ def test_kernel_compiles_without_spills(spec, tmp_path, record_property, capfd):
 )
 def test_vector_kernel_compiles_without_spills(name, dtype, tmp_path, record_property):
     options = f"--gpu-arch sm_90a --keep-cubin --dump-dir={tmp_path}"
-    compiled = compile_kernel(f"sm90.vectors.{name}", (dtype,), options)
+    compiled = compile_kernel(f"grouped.vectors.{name}", (dtype,), options)
     registers, stack = resources(compiled.__cubin__)
     assert len(registers) == 1
     assert registers[0] <= 48

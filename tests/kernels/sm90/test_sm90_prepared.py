@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sm90_in_tile import in_tile
-from sm90_launches import forget_launches, take_cpu_tensors
+from sm90_launches import forget_launches, load_kernels, take_cpu_tensors
 
 import fusible as fz
 from fusible.fuser import run as fuser_run
 from fusible.kernels.grouped import Glu
 from fusible.kernels.runtime import workspaces
-from fusible.kernels.sm90 import checked_products, grouped_products, launch, tiles
+from fusible.kernels.sm90 import checked_products, grouped_products, tiles
 from fusible.testing import assume_target
 
 SWIGLU = Glu()
@@ -31,11 +31,11 @@ def launches(monkeypatch):
     made = []
 
     def load_kernel(path, what, _):
-        if path == "sm90.vectors.TileSums":
+        if path == "grouped.vectors.TileSums":
             return lambda *_: None
         return lambda *arguments: made.append((*what, arguments))
 
-    monkeypatch.setattr(launch, "load_kernel", load_kernel)
+    load_kernels(monkeypatch, load_kernel)
     take_cpu_tensors(monkeypatch)
     yield made
     forget_launches()

@@ -8,12 +8,11 @@ from functools import cache
 
 import pytest
 import torch
-from sm90_launches import forget_launches, take_cpu_tensors
+from sm90_launches import forget_launches, load_kernels, take_cpu_tensors
 
 from fusible.kernels.grouped import Glu
 from fusible.kernels.runtime.launch import load_kernel
 from fusible.kernels.sm90 import checked_products as ops
-from fusible.kernels.sm90 import launch
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="would run the kernels")
@@ -39,7 +38,7 @@ def compiled(monkeypatch):
 
         return call
 
-    monkeypatch.setattr(launch, "load_kernel", load)
+    load_kernels(monkeypatch, load)
     take_cpu_tensors(monkeypatch)
     yield called
     forget_launches()

@@ -16,11 +16,11 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as hopper
 
+from fusible.kernels.device.bits import CUTLASS_DTYPES
 from fusible.kernels.device.dependent_launch import wait
 from fusible.kernels.sm90.device.addressing import address_by_distance, address_rows_by_group
 from fusible.kernels.sm90.device.loads import load_operands, load_preacts, prefetch_weights
 from fusible.kernels.sm90.device.parts import (
-    CUTLASS_DTYPES,
     WARPGROUP,
     Operands,
     Outputs,

@@ -13,16 +13,6 @@ WARPGROUP = 128  # threads
 # multiply, and to read pre-activations. Without the last one warpgroup could wait for a slot's next
 # contents while the other's have yet to come, and mistake those for its own.
 EPILOGUE_BARRIER, MULTIPLY_TURN, PREACT_TURN = 1, 3, 5
-CUTLASS_DTYPES = {
-    "bfloat16": cutlass.BFloat16,
-    "float16": cutlass.Float16,
-    "float8_e4m3fn": cutlass.Float8E4M3FN,
-    "float8_e5m2": cutlass.Float8E5M2,
-    "float32": cutlass.Float32,
-    "float64": cutlass.Float64,
-    "int32": cutlass.Int32,
-    "int64": cutlass.Int64,
-}
 
 
 class Problem(NamedTuple):

@@ -7,9 +7,9 @@ from cutlass.cute.nvgpu import warpgroup as wgmma
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as hopper
 
+from fusible.kernels.device.bits import CUTLASS_DTYPES
 from fusible.kernels.sm90.device.epilogue import Epilogue
 from fusible.kernels.sm90.device.parts import (
-    CUTLASS_DTYPES,
     MULTIPLY_TURN,
     PREACT_TURN,
     WARPGROUP,

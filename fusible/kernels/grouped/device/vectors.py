@@ -6,8 +6,7 @@ from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.arch import shuffle_sync, shuffle_sync_up
 
 from fusible.kernels.device import bits
-from fusible.kernels.device.dependent_launch import wait
-from fusible.kernels.sm90.device.parts import CUTLASS_DTYPES
+from fusible.kernels.device.dependent_launch import has_pdl, wait
 
 _LANES = 32
 _EACH = 8  # groups of a lane, whose sizes it has in flight
@@ -18,7 +17,7 @@ class GroupEnds:
     """One warp scans group sizes of ``dtype``; negative ones count as none, ends stop at rows."""
 
     def __init__(self, dtype: str):
-        self.dtype = CUTLASS_DTYPES[dtype]
+        self.dtype = bits.CUTLASS_DTYPES[dtype]
 
     @cute.jit
     def __call__(
@@ -27,7 +26,7 @@ class GroupEnds:
         """Launch. ``sizes`` and ``ends`` are addresses of ``groups`` values."""
         self.kernel(
             bits.vector(sizes, self.dtype, groups), bits.vector(ends, Int32, groups), groups, rows
-        ).launch(grid=[1, 1, 1], block=[_LANES, 1, 1], use_pdl=True, stream=stream)
+        ).launch(grid=[1, 1, 1], block=[_LANES, 1, 1], use_pdl=has_pdl(), stream=stream)
 
     @cute.kernel
     def kernel(self, sizes: cute.Tensor, ends: cute.Tensor, groups: Int32, rows: Int32):
@@ -66,7 +65,7 @@ class TileSums:
     """Sums over the tiles of a row, always in the same order, as ``dtype``."""
 
     def __init__(self, dtype: str):
-        self.dtype = CUTLASS_DTYPES[dtype]
+        self.dtype = bits.CUTLASS_DTYPES[dtype]
 
     @cute.jit
     def __call__(
@@ -80,7 +79,7 @@ class TileSums:
         self.kernel(matrix, bits.vector(sums, self.dtype, rows), tiles, rows).launch(
             grid=[cute.ceil_div(rows, _THREADS), 1, 1],
             block=[_THREADS, 1, 1],
-            use_pdl=True,
+            use_pdl=has_pdl(),
             stream=stream,
         )
 
