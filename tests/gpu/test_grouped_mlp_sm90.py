@@ -216,16 +216,19 @@ def test_cuda_graph_replay_with_other_splits(single):
 @pytest.mark.parametrize("act", [fz.ScaledSwiGLU(), fz.ScaledClampedQGeGLU(32)], ids=str)
 @pytest.mark.parametrize("options", [{}, {"single": False}], ids=str)
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-def test_prepared_launches_are_the_checked_ones(act, options, bias, monkeypatch):
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+def test_prepared_launches_are_the_checked_ones(act, options, bias, autocast, monkeypatch):
     mlp = build(copy.deepcopy(act), bias=bias, **options)
     x, scales, splits = inputs()
     dy = torch.randn_like(x.detach().nan_to_num())
     extra = (splits, scales, splits, scales)[: mlp.num_extra_inputs]
-    assert is_direct(mlp(x, *extra))
-    prepared = step(mlp, x, scales, splits, dy)
-    monkeypatch.setattr(grouped_fast_path, "is_intercepted", lambda: True)
-    assert not is_direct(mlp(x, *extra))
-    for name, value in step(mlp, x, scales, splits, dy).items():
+    with torch.autocast("cuda", torch.bfloat16, autocast):
+        assert is_direct(mlp(x, *extra))
+        prepared = step(mlp, x, scales, splits, dy)
+        monkeypatch.setattr(grouped_fast_path, "is_intercepted", lambda: True)
+        assert not is_direct(mlp(x, *extra))
+        by_ops = step(mlp, x, scales, splits, dy)
+    for name, value in by_ops.items():
         assert torch.equal(value, prepared[name]), name
 
 

@@ -203,7 +203,10 @@ def test_a_quantized_input(rowwise, columnwise, recipe):
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("stored", [False, True], ids=["", "stored"])
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-def test_the_node_without_contexts_has_the_bits_of_the_ops_and_no_more_memory(recipe, stored, bias):
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+def test_the_node_without_contexts_has_the_bits_of_the_ops_and_no_more_memory(
+    recipe, stored, bias, autocast
+):
     mlp = build(256, 512, recipe if stored else None, bias=bias, single_grouped_bias=True).cuda()
     x, sizes, scales, dy = [t.cuda() for t in inputs(256)]
     given = x.requires_grad_(), sizes, scales.requires_grad_(), sizes
@@ -213,7 +216,7 @@ def test_the_node_without_contexts_has_the_bits_of_the_ops_and_no_more_memory(re
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        with fz.autocast(recipe=recipe):
+        with fz.autocast(recipe=recipe), torch.autocast("cuda", torch.bfloat16, autocast):
             y = mlp(*given)
         assert is_direct(y) == direct
         got = [y.detach(), *torch.autograd.grad(y, leaves, dy)]
