@@ -87,11 +87,11 @@ class OperandCache:
         products: Iterable[str] = (),
     ) -> Any:
         """`get` of weights and what they consist of: `stored_tensors`."""
-        versions: tuple[Any, ...] = ()
+        entry = self._cached
+        same, versions = _same(entry.stored, stored), ()
         if self.until_updated:
-            for t in stored:
-                if t.is_inference() or not t.is_leaf:
-                    return make()
+            if not same and any([t.is_inference() or not t.is_leaf for t in stored]):
+                return make()
             # An assignment to .data changes no version, and may give another view of the same
             # memory. Held, so that nothing else gets the memory.
             states = [
@@ -100,8 +100,7 @@ class OperandCache:
             ]
             of_shards = [t._version for t in self._shards]
             versions = _Steps.count, UnseenWrites.gathers, of_shards, states
-        entry = self._cached
-        if entry.versions != versions or not _same(entry.stored, stored):
+        if not same or entry.versions != versions:
             # The old operands are freed before new ones are made.
             entry = self._cached = _Entry(tuple(map(_reference, stored)), versions, {})
         key = key, stored[0].dtype, *_stream(stored[0].device)
