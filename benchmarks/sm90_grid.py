@@ -11,10 +11,10 @@ shape and an op) interleaved in one process, with CUDA events, from a flushed L2
 of five turns, of two for those more than a fourth slower than the best. The file is written after
 each shape; a summary comes last. Stops after ``--seconds``, compilation included.
 
-``--fp8`` measures products of FP8 operands, quantized beforehand, on the shapes of many rows; no
-peer takes part.
+``--fp8`` measures products of FP8 operands, quantized beforehand; no peer takes part.
 
-``--most-rows`` leaves out shapes whose groups have more rows on average.
+``--most-rows`` leaves out shapes whose groups have more rows on average, ``--inference`` those of
+training.
 
 ``--drawn`` measures shapes that are drawn at random instead, from FIRST to before LAST of always
 the same ones.
@@ -49,7 +49,7 @@ from fusible.kernels.quantize.k_major import quantize_k_major
 from fusible.kernels.runtime.launch import load_kernel
 from fusible.kernels.sm90 import checked_products as ops
 from fusible.kernels.sm90 import tiles
-from fusible.kernels.sm90.spec import Spec, Tile, block_columns
+from fusible.kernels.sm90.spec import WARPGROUP_ROWS, Spec, Tile, block_columns
 from fusible.recipes.blocks import padded_size
 from fusible.recipes.formats import FP8_BLOCK, fp8_block
 
@@ -168,30 +168,37 @@ FP8 = {
     "fp8 wgrad1": "wgrad",
     "fp8 wgrad2": "wgrad",
 }
-KINDS = {**OPS, **INFERENCE, **FP8}
+FP8_INFERENCE = {"fp8 glu_quantized": "glu", "fp8 glu": "glu", "fp8 fc2": "store"}
+KINDS = {**OPS, **INFERENCE, **FP8, **FP8_INFERENCE}
 FEW_ROWS = 4096  # with fewer, a shape is one of inference
 
 
 def ops_of(shape: Shape, fp8: bool = False) -> dict[str, str]:
     """The ops measured, and the kind of kernel of each."""
     if shape.rows < FEW_ROWS:
-        return {} if fp8 else INFERENCE
+        return FP8_INFERENCE if fp8 else INFERENCE
     return FP8 if fp8 else OPS
 
 
 def table_of(op: str) -> dict[Tile, tiles.Cost]:
     """The tiles that an op may get."""
-    return (tiles.FP8_TILES if op in FP8 else tiles.TILES)[KINDS[op]]
+    return (tiles.FP8_TILES if is_fp8(op) else tiles.TILES)[KINDS[op]]
+
+
+def is_fp8(op: str) -> bool:
+    """Whether the operands of an op are FP8."""
+    return op.startswith("fp8")
 
 
 def problem(op: str, shape: Shape) -> tuple[int, int, int, int]:
     """Rows, groups, columns and depth of an op, as `tiles.choose` takes them."""
     _, hidden, inner, experts, rows, _ = shape
-    if op in FP8 and KINDS[op] == "wgrad":  # of operands with room for padding of every group
+    if is_fp8(op) and KINDS[op] == "wgrad":  # of operands with room for padding of every group
         rows = padded_size(rows, experts, FP8_BLOCK)
     columns, depth = {
         "glu_keep": (inner, hidden),
         "glu": (inner, hidden),
+        "glu_quantized": (inner, hidden),
         "fc2": (hidden, inner),
         "dglu": (inner, hidden),
         "dgrad2": (inner, hidden),
@@ -206,7 +213,8 @@ def chosen(op: str, shape: Shape, sms: int = 132) -> Tile:
     """The tile that an op gets."""
     rows, *sizes = problem(op, shape)
     rows, major = tiles.rows_bucket(rows, shape.experts), "n" if op in ("dglu", "dgrad1") else "k"
-    return tiles.choose(KINDS[op], rows, *sizes, sms, major, fp8=op in FP8)
+    options = {"fp8": is_fp8(op), "quantized": op.endswith("quantized")}
+    return tiles.choose(KINDS[op], rows, *sizes, sms, major, **options)
 
 
 # --- tiles ----------------------------------------------------------------------------------------
@@ -234,8 +242,12 @@ _WGRAD = {
     "128x256c": ("12d", "21d"),
 }
 _FP8 = {
+    "16x64p": ("11",),
+    "16x128p": ("11",),
+    "16x256p": ("11",),
+    "64x64p": ("11",),
     "64x128p": ("11", "12", "12d"),
-    "64x256p": ("12d",),
+    "64x256p": ("11", "12d"),
     "128x128p": ("11", "12", "21", "12d", "21d"),
     "256x128c": ("12d", "21d"),
     "128x256c": ("12d", "21d"),
@@ -270,14 +282,17 @@ def label(kind: str, tile: Tile) -> str:
 def tiles_of(op: str) -> list[Tile]:
     """Every tile measured for an op: those of the grid and those that may be chosen."""
     found, kind = list(table_of(op)), KINDS[op]
-    grid = _FP8 if op in FP8 else _WGRAD if kind == "wgrad" else _GRID
+    grid = _FP8 if is_fp8(op) else _WGRAD if kind == "wgrad" else _GRID
     for shape, clusters in grid.items():
         for cluster in clusters:
             tile = tile_of(f"{shape[:-1]}{'pp' if shape[-1] == 'p' else 'co'}{cluster}")
-            if kind == "glu" and tile.n // 2 % 32:
+            narrow = kind == "glu" and tile.n // 2 % 32
+            if narrow or (kind == "wgrad" and tile.m < WARPGROUP_ROWS):
                 continue
             aheads = _AHEAD.get((tile.m, tile.n), ()) if kind == "dglu" else (3,)
             found += [tile._replace(ahead=ahead) for ahead in aheads]
+    if op.endswith("quantized"):
+        found = [tile for tile in found if tile.width(kind) == FP8_BLOCK]
     return list(dict.fromkeys(found))
 
 
@@ -286,13 +301,15 @@ def spec_of(op: str, tile: Tile) -> Spec:
     kind, spec = KINDS[op], Spec(KINDS[op], tile)
     if op in ("dglu", "dgrad1"):
         spec = spec._replace(weight_major="n")
-    if op in FP8:
+    if is_fp8(op):
         e4m3, scales = "float8_e4m3fn", "rows" if kind == "wgrad" else "blocks"
         spec = spec._replace(dtype=e4m3, b_dtype=e4m3, b_scale_layout=scales)
     if kind not in ("glu", "dglu"):
         return spec
     stripe = tile.n // 2 if kind == "glu" else block_columns(kind, tile, "bfloat16")
     layout = {"stripe": stripe, "paired": True, "save_preact": op.endswith("glu_keep")}
+    if op.endswith("quantized"):
+        spec = spec._replace(out_format=fp8_block())
     return spec._replace(row_scale="float32", activation="swiglu", **layout)
 
 
@@ -412,12 +429,15 @@ def _fp8_call(module: Any, q: dict[str, Any], op: str) -> Any:
         return module.grouped_mm(a.data, [b.data], q["ends"], x_scale=a.scale, w_scale=b.scale)
     keep = op.endswith("keep")
     options = q["scales"], Glu(), None, keep, a.scale, b.scale
+    if op.endswith("quantized"):
+        multiply = getattr(module, "grouped_glu_quantized", module.grouped_glu)
+        return multiply(a.data, [b.data], q["ends"], *options, fp8_block())[1:]
     return module.grouped_glu(a.data, [b.data], q["ends"], *options)[not keep :]
 
 
 def call(module: Any, t: dict[str, torch.Tensor], op: str) -> Any:
     """The result of an op, by the kernels or by their definitions."""
-    if op in FP8:
+    if is_fp8(op):
         return _fp8_call(module, t, op)
     ends, w1, w2 = t["ends"], [t["w1"]], [t["w2"]]
     if op == "fc2":
@@ -452,7 +472,8 @@ def error(got: Any, want: Any) -> torch.Tensor:
 
 # Just under, at and just over one to four times 64 rows; empty; one row.
 _CHECKED = (127, 0, 128, 129, 1, 191, 192, 0, 193, 63, 64, 65, 255, 256, 257, 300)
-_TOLERANCE = 4e-3
+_TOLERANCE = {"fp8 glu_quantized": 0.02}
+"""By op, 4e-3 of others: sums that differ little may give neighbouring FP8 numbers."""
 
 
 Task = tuple[str, Tile]
@@ -465,14 +486,14 @@ def check_in_process(tasks: list[Task], begun: Any, results: Any) -> None:
     t = tensors(shape)
     t["ends"] = torch.tensor(_CHECKED).cumsum(0).int().cuda()
     wide = {k: v.cpu() if k in ("ends", "starts") else v.cpu().float() for k, v in t.items()}
-    q, wants = quantized(t) if any(op in FP8 for op, _ in tasks) else {}, {}
+    q, wants = quantized(t) if any(is_fp8(op) for op, _ in tasks) else {}, {}
     for op, tile in tasks:
         begun.value += 1
         try:
             if op not in wants:
-                wants[op] = call(definitions, q if op in FP8 else wide, op)
-            off = error(in_a_tile(q if op in FP8 else t, op, tile), wants[op]).item()
-            results.put("" if off < _TOLERANCE else f"off by {off:.1e}")
+                wants[op] = call(definitions, q if is_fp8(op) else wide, op)
+            off = error(in_a_tile(q if is_fp8(op) else t, op, tile), wants[op]).item()
+            results.put("" if off < _TOLERANCE.get(op, 4e-3) else f"off by {off:.1e}")
         except Exception as why:
             results.put(f"{type(why).__name__}: {why}")
 
@@ -576,7 +597,7 @@ def measure_shape(
         errors = {name: error(run(), want) for name, run in calls.items()}
         del want
         for name, off in errors.items():
-            if not off.item() < _TOLERANCE:
+            if not off.item() < _TOLERANCE.get(op, 4e-3):
                 print(f"{shape}, {op} in {name} is off by {off.item():.1e}", flush=True)
                 del calls[name]
         if op in torchs:
@@ -666,7 +687,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
         1, len(titles), sharey=True, figsize=(15, 2 + 0.24 * len(shapes)), layout="constrained"
     )
     scale = colors.LogNorm(0.75, 1 / 0.75)
-    dtype = "FP8" if ops[0] in FP8 else "BF16"
+    dtype = "FP8" if is_fp8(ops[0]) else "BF16"
     for axes, title, values in zip(panels, titles, maps, strict=True):
         drawn = axes.imshow(values, aspect="auto", cmap="RdYlGn", norm=scale)
         for row, column in values.isfinite().nonzero().tolist():
@@ -711,7 +732,7 @@ class _Fitted:
             rows, groups, *rest = problem(cell["op"], shape)
             sizes = tiles.rows_bucket(rows, groups), groups, *rest
             for name, ms in split(cell)[0].items():
-                by_tile[kind, cell["op"] in FP8, tile_of(name)].append((i, *sizes, ms))
+                by_tile[kind, is_fp8(cell["op"]), tile_of(name)].append((i, *sizes, ms))
         self.count, start, cells_of, times, may = len(cells), [], [], [], []
         self.sizes: dict[tuple[str, bool, Tile], torch.Tensor] = {}
         for (kind, fp8, tile), found in by_tile.items():
@@ -766,9 +787,8 @@ class _Fitted:
         return "\n".join([*lines, str(tiles.Constants(*self.shared.exp().tolist()))])
 
 
-def main() -> None:
-    """Compile, check, time, write and print."""
-    begin = time.monotonic()
+def parse_options() -> argparse.Namespace:
+    """The options of a run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=180)
     parser.add_argument("--shape", nargs="*", default=[s.name for s in SHAPES])
@@ -776,11 +796,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--drawn", type=int, nargs=2, help="shapes drawn at random")
     parser.add_argument("--most-rows", type=float, default=math.inf, help="of a group on average")
+    parser.add_argument("--inference", action="store_true", help="only shapes of few rows")
     parser.add_argument("--fp8", action="store_true", help="products of FP8 operands")
     parser.add_argument("--fit", type=Path, nargs="*", help="JSON files to fit the model to")
     parser.add_argument("--steps", type=int, default=1500, help="of --fit")
     parser.add_argument("--draw", type=Path, help="JSON file to draw and to report")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Compile, check, time, write and print."""
+    begin = time.monotonic()
+    options = parse_options()
     if options.draw:
         found = json.loads(options.draw.read_text())
         draw(found, options.draw.with_suffix(".png"))
@@ -791,7 +818,9 @@ def main() -> None:
         fit(cells, options.steps)
         return
     measured: dict[str, Any] = {"environment": environment(), "cells": []}
-    every = FP8 if options.fp8 else {**OPS, **INFERENCE}
+    every = {**FP8, **FP8_INFERENCE} if options.fp8 else {**OPS, **INFERENCE}
+    if options.inference:
+        every = FP8_INFERENCE if options.fp8 else INFERENCE
     tasks = [(op, tile) for op in every for tile in tiles_of(op)]
     specs = {spec_of(*task) for task in tasks}
     context = multiprocessing.get_context("spawn")
@@ -820,7 +849,10 @@ def main() -> None:
     if options.drawn:
         first, last = options.drawn
         shapes = drawn_shapes(last)[first:]
-    for shape in [shape for shape in shapes if rows_of_a_group(shape) <= options.most_rows]:
+    shapes = [shape for shape in shapes if rows_of_a_group(shape) <= options.most_rows]
+    if options.inference:
+        shapes = [shape for shape in shapes if shape.rows < FEW_ROWS]
+    for shape in shapes:
         if time.monotonic() - begin > options.seconds:
             break
         measured["cells"] += measure_shape(shape, options.fp8, wrong, quack, flush)

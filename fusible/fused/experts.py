@@ -75,8 +75,13 @@ class MoEExperts(FusedOperation):
             for ctx in ctxs:
                 ctx.zero_tail = False
         choices = dispatch.choices(first, x, *extra[0])
+        fmt = kernels.rows_format(middle[0]) if gathers and not first.requires_grad else None
         rows: Any
-        rows, *outputs = (dispatch.gathered if gathers else dispatch.scattered)(first, choices)
+        if fmt is not None and choices.x.dtype == middle[0].dtype:
+            gathers = False
+            rows, *outputs = dispatch.quantized(first, choices, fmt)
+        else:
+            rows, *outputs = (dispatch.gathered if gathers else dispatch.scattered)(first, choices)
         own = dict(zip(dispatch.extra_output_names, outputs, strict=True))
         # What the dispatch gives to the others arrives as None.
         extra_inputs = [

@@ -40,11 +40,11 @@ from fusible.ops.grouped_kernels import (
     Saved,
     glu_of,
 )
-from fusible.ops.matrices import GatheredRows, as_2d, source_of
+from fusible.ops.matrices import GatheredRows, QuantizedRows, as_2d, source_of
 from fusible.ops.operand_cache import cached_copy
 from fusible.ops.weights import quantize_weights, stack_weights
 from fusible.ops.wgrad import WeightGradient, grouped_gradient
-from fusible.recipes.formats import FP8_BLOCK
+from fusible.recipes.formats import FP8_BLOCK, NumberFormat
 from fusible.recipes.matrix import QuantizedMatrix
 from fusible.recipes.product import (
     ProductKind,
@@ -86,6 +86,11 @@ class Sm90Fp8Kernels(GroupedKernels):
         sizes = [(linear.in_features, linear.out_features) for linear in ops[::2]]
         return f"{says}; {fp8_times.speed_note(sizes)}"
 
+    def rows_format(self, ctx: OperationContext) -> NumberFormat | None:
+        """See `GroupedKernels`: one of blocks of a row."""
+        fmt = ctx.recipe.of_fp8_products.format("input")
+        return fmt if fmt is not None and fmt.directional else None
+
     def single_group(self, x: Any) -> Tensor:
         """See `GroupedKernels`."""
         rows = x.numel() // x.shape[-1]
@@ -102,6 +107,8 @@ class Sm90Fp8Kernels(GroupedKernels):
         """Both uses from one launch; of a quantized ``x``, the row-wise use as it is stored."""
         if isinstance(x, GroupedOperand):  # of `glu` or `dglu`
             return x
+        if isinstance(x, QuantizedRows):
+            return GroupedOperand(x.operand, None)
         recipe = call.ctx.recipe.of_fp8_products
         rows = [product for product in products if product != "wgrad"]
         columnwise, row = len(rows) < len(products), None

@@ -19,6 +19,7 @@ from fusible.fuser.op_facts import Dtypes, autocast_to
 from fusible.fuser.overlap import defer
 from fusible.kernels import moe
 from fusible.kernels.moe.peers import PeerRows
+from fusible.kernels.quantize.k_major import StoredRows
 from fusible.ops.collectives import check_initialized
 from fusible.ops.exchange import (
     SEND,
@@ -40,10 +41,11 @@ from fusible.ops.exchange import (
     wire_format,
 )
 from fusible.ops.inputs import FLOAT_DTYPES, check_dtype, check_row_scales, check_sizes
-from fusible.ops.matrices import GatheredRows
+from fusible.ops.matrices import GatheredRows, QuantizedRows
 from fusible.ops.op import BasicOperation, OpGrads
 from fusible.ops.peer_memory import abandon, peer_memory
 from fusible.ops.top_k_router import TopKRouter
+from fusible.recipes.formats import NumberFormat
 from fusible.recipes.product import values
 
 
@@ -287,6 +289,17 @@ class Dispatch(BasicOperation):
         index, scales = moe.row_sources(places[0], probs, rows)
         gathered = GatheredRows(copy_received(x), index, self.recompute_rows)
         return gathered, *self._extra_outputs(ctx, choices, scales, *places)
+
+    def quantized(
+        self, ctx: OperationContext, choices: Choices, fmt: NumberFormat
+    ) -> tuple[Any, ...]:
+        """The outputs of :meth:`scattered`, with rows quantized in ``fmt``; nothing is saved."""
+        x, probs, ids, rows, capacity, _ = choices
+        x = copy_received(x)
+        given = x, probs, ids, self.local_experts, capacity, rows, fmt
+        data, scale, moved, *places = moe.permute_quantized(*given)
+        quantized = QuantizedRows(x, StoredRows(data, scale).operand(fmt))
+        return quantized, *self._extra_outputs(ctx, choices, moved, *places)
 
     def _extra_outputs(
         self,

@@ -23,7 +23,7 @@ from fusible.kernels.glu import Glu
 from fusible.kernels.quantize.k_major import ScaledMatrix, elements_and_scale
 from fusible.ops.matrices import as_2d, buffer_rows
 from fusible.ops.wgrad import WeightGradient, dense_gradient, grouped_gradient
-from fusible.recipes.formats import value_dtype
+from fusible.recipes.formats import NumberFormat, value_dtype
 from fusible.recipes.matrix import TENSORS_PER_OPERAND, Operand, QuantizedMatrix
 from fusible.recipes.product import (
     ProductKind,
@@ -117,6 +117,13 @@ class GroupedKernels:
     """Whether `prepare_rows` takes `GatheredRows`."""
     quantizes_own_inputs = False
     """Whether ops before and after should leave it to `prepare_rows` to quantize."""
+
+    def rows_format(self, ctx: OperationContext) -> NumberFormat | None:
+        """The format in which ``Dispatch`` may quantize the rows of a forward without a backward.
+
+        `prepare_rows` then takes `QuantizedRows`. None if it may not.
+        """
+        return None
 
     # --- operands --------------------------------------------------------------------------------
 

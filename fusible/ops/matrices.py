@@ -9,28 +9,31 @@ import torch
 from torch import Tensor
 
 from fusible.formulas import cast
+from fusible.kernels.quantize.k_major import ScaledMatrix
 from fusible.recipes.product import is_quantized
 
 
 @dataclass(frozen=True)
-class GatheredRows:
-    """Rows ``source[index]`` ``[rows, features]``, which kernels gather while they read them.
+class _Rows:
+    """Rows ``[rows, features]`` that are in no tensor of their dtype.
 
     ``GroupedKernels.prepare_rows`` takes them where ``gathers`` says so; to the checks of a linear
     they are its input.
     """
 
     source: Tensor
-    index: Tensor
-    """Int32 ``[rows]``; what it holds past the last group is not read."""
-    regather: bool = False
-    """Save the source, and gather once more for the weight gradient."""
+    """What rows are made of, in their dtype: ``[..., features]``."""
     is_nested = False
 
     @property
+    def num_rows(self) -> int:
+        """How many rows there are."""
+        raise NotImplementedError
+
+    @property
     def shape(self) -> torch.Size:
-        """The shape of the gathered rows."""
-        return torch.Size((self.index.shape[0], self.source.shape[1]))
+        """The shape of the rows."""
+        return torch.Size((self.num_rows, self.source.shape[1]))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -45,6 +48,33 @@ class GatheredRows:
     def dim(self) -> int:
         """Two."""
         return 2
+
+
+@dataclass(frozen=True)
+class GatheredRows(_Rows):
+    """Rows ``source[index]``, which kernels gather while they read them."""
+
+    index: Tensor
+    """Int32 ``[rows]``; what it holds past the last group is not read."""
+    regather: bool = False
+    """Save the source, and gather once more for the weight gradient."""
+
+    @property
+    def num_rows(self) -> int:
+        """One for each entry of the index."""
+        return self.index.shape[0]
+
+
+@dataclass(frozen=True)
+class QuantizedRows(_Rows):
+    """Rows of ``source`` that are quantized already, for the product of a forward alone."""
+
+    operand: ScaledMatrix
+
+    @property
+    def num_rows(self) -> int:
+        """Those of the elements."""
+        return self.operand.data.shape[0]
 
 
 def source_of(rows: Any) -> tuple[Tensor, Tensor | None]:
@@ -66,7 +96,7 @@ def matrix(t: Any, dtype: torch.dtype) -> Any:
     """``t`` as ``[rows, features]`` in ``dtype``, or as it is if it is quantized."""
     if isinstance(t, GatheredRows):
         return GatheredRows(cast(t.source, dtype), t.index, t.regather)
-    return t if is_quantized(t) else cast(as_2d(t), dtype)
+    return t if is_quantized(t) or isinstance(t, QuantizedRows) else cast(as_2d(t), dtype)
 
 
 def restore_leading_dims(t: Tensor, like: Tensor) -> Tensor:

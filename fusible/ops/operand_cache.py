@@ -88,7 +88,8 @@ class OperandCache:
     ) -> Any:
         """`get` of weights and what they consist of: `stored_tensors`."""
         entry = self._cached
-        same, versions = _same(entry.stored, stored), ()
+        same = _same(entry.stored, stored)
+        versions: tuple[Any, ...] = ()
         if self.until_updated:
             if not same and any([t.is_inference() or not t.is_leaf for t in stored]):
                 return make()

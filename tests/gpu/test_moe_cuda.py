@@ -16,6 +16,7 @@ from fusible.kernels.moe import definitions
 from fusible.kernels.moe.peers import PeerRows
 from fusible.kernels.moe.spec import FUSED_ROUTER_TOKENS, SortSpec
 from fusible.kernels.sm90.grouped_products import WeightProducts
+from fusible.recipes.formats import E5M2, fp8_block
 
 pytestmark = pytest.mark.gpu
 
@@ -163,6 +164,26 @@ def test_rows_of_few_tokens(kind, groups):
                 live = int(want[-1][-1])
                 same((out[:live], *others), (want[0][:live], *want[1:]))
                 assert out[live:].isnan().all()
+
+
+@on_poison
+@pytest.mark.parametrize("fmt", [fp8_block(), fp8_block(E5M2, amax_epsilon=0.5)], ids=str)
+@pytest.mark.parametrize("kind", IDS)
+def test_quantized_rows(kind, fmt):
+    """The bits of the definition: of few tokens by one launch, of more by three."""
+    for tokens, k, hidden in ((1, 8, 2048), (2, 1, 40), (33, 10, 7168), (64, 8, 520), (77, 2, 264)):
+        ids, groups = IDS[kind](tokens, k, 31), 31
+        x, probs = torch.randn(tokens, hidden).bfloat16(), torch.rand(tokens, k)
+        x[-1] = 0
+        x[0, 7], x[tokens // 2, 30] = float("nan"), float("inf")
+        for capacity in (None, 1, max(1, tokens * k // groups)):
+            rows = ids.numel() if capacity is None else min(ids.numel(), groups * capacity)
+            args = (x, probs, ids, groups, capacity, rows, fmt)
+            data, scale, *others = moe.permute_quantized(*cuda(*args))
+            want, want_scale, *others_want = definitions.permute_quantized(*args)
+            bits = data.view(torch.uint8), scale.view(torch.int32)
+            same(bits, (want.view(torch.uint8), want_scale.view(torch.int32)))
+            same(others, others_want)
 
 
 @pytest.mark.parametrize("case", ["tokens", "rows", "ids", "groups"])

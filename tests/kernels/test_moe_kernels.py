@@ -14,6 +14,7 @@ from fusible.kernels.moe.spec import (
     SortSpec,
 )
 from fusible.kernels.runtime.launch import compile_kernel
+from fusible.recipes.formats import E5M2, fp8_block
 
 KERNELS = [
     ("moe.rows.sources", RowsSpec("f32", 0, 8, "choice")),
@@ -69,6 +70,10 @@ KERNELS = [
         PermuteSpec(RowsSpec("f16", 896, 32, "choice", "bf16", scale=True), MAX_GROUPS, False),
     ),
     ("moe.permuted_rows.permute_rows", PermuteSpec(RowsSpec("f32", 5, 1, "choice"), 60, True)),
+    (
+        "moe.permuted_rows.permute_rows",
+        PermuteSpec(RowsSpec("bf16", 896, 8, "choice"), 256, True, fp8_block(E5M2)),
+    ),
 ]
 
 

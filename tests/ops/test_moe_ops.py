@@ -12,6 +12,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import fusible as fz
 from fusible import formulas
 from fusible.kernels import moe
+from fusible.recipes.formats import E5M2, fp8_block
+from fusible.recipes.quantization import quantize
 from fusible.testing import assume_target
 
 HIDDEN, EXPERTS, TOP_K = 8, 6, 3
@@ -128,6 +130,22 @@ def test_moving_rows(weighted, factor, foreign):
         torch.testing.assert_close(got, exact, rtol=1e-14, atol=1e-14)
 
 
+@pytest.mark.parametrize("fmt", [fp8_block(), fp8_block(E5M2, amax_epsilon=0.5)], ids=str)
+@pytest.mark.parametrize("capacity", [None, 1, 3])
+def test_quantized_rows_are_the_rows_quantized(fmt, capacity):
+    x, ids, probs = torch.randn(9, 200).bfloat16(), random_ids(9, 2), torch.rand(9, 2)
+    x[2] = 0
+    x[3, 7], x[4, 150] = math.nan, math.inf
+    rows = 18 if capacity is None else min(18, EXPERTS * capacity)
+    given = x, probs, ids, EXPERTS, capacity, rows
+    written, *places = moe.permute_rows(*given, False)
+    data, scale, *others = moe.permute_quantized(*given, fmt)
+    want = quantize(written, fmt)
+    assert torch.equal(data.view(torch.uint8), want.data.view(torch.uint8))
+    torch.testing.assert_close(scale, want.scale.t(), rtol=0, atol=0, equal_nan=True)
+    ref.assert_equal(others, places)
+
+
 def test_values_of_dropped_rows_do_not_spread():
     """NaN in the tail, or in the weight of a dropped choice, stays there."""
     ids = torch.tensor([[0, 9], [9, 1]])
@@ -156,6 +174,10 @@ LIBRARY_CALLS = {
     "permutation": lambda m: (torch.tensor([[0, 1], [7, 1]]), 3, 2),
     "scatter_rows": lambda m: (torch.randn(2, 4), m, torch.rand(2, 2), 4, True),
     "permute_rows": lambda m: (torch.randn(2, 4), torch.rand(2, 2), m, 3, 2, 4, True),
+    "permute_quantized": lambda m: (
+        *(torch.randn(2, 200).bfloat16(), torch.rand(2, 2), m, 3, 2, 4),
+        *fp8_block().as_constants(),
+    ),
     "gather_sum": lambda m: (torch.randn(4, 4), m, torch.rand(4), torch.rand(4)),
     "row_dots": lambda m: (torch.randn(4, 4), torch.randn(2, 4), m, True),
 }

@@ -24,6 +24,14 @@ permute_rows = define(
         partial(definitions.permute_rows, sort=permutation, copy=scatter_rows),
     ],
 )
+permute_quantized = define(
+    definitions.permute_quantized,
+    cuda.permute_quantized_outputs,
+    [
+        cuda.permute_quantized,
+        partial(definitions.permute_quantized, sort=permutation, find=row_sources),
+    ],
+)
 gather_sum = define(definitions.gather_sum, cuda.gather_outputs, [cuda.gather_sum])
 row_dots = define(definitions.row_dots, cuda.dots_output, [cuda.row_dots])
 route = define(definitions.route, cuda.route_outputs, [cuda.route])

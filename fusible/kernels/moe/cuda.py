@@ -29,10 +29,13 @@ from fusible.kernels.moe.spec import (
 from fusible.kernels.runtime.gpu import MAX_INDEX, PTX_NAMES, capability, runs_kernels
 from fusible.kernels.runtime.launch import TENSOR_TYPES, aligned, launch
 from fusible.kernels.runtime.workspaces import zeroed_counter
+from fusible.recipes.formats import FP8_BLOCK, NumberFormat, fp8_block
 
 _CLUSTER = 8  # CTAs: the largest size that every GPU with clusters supports
 _MAX_TOP_K = 32
 _MIN_SM = 80
+_MIN_FP8_SM = 89
+_QUANTIZED = fp8_block().scaling  # of rows
 
 
 def supports_row_copies(t: Tensor, row_map: Tensor, *others: Tensor | None) -> bool:
@@ -180,15 +183,67 @@ def permute_rows(
     """`definitions.permute_rows`, for few tokens."""
     if not permutes_rows(x, weights, ids, num_groups, rows):
         return NotImplemented
-    outputs = permute_outputs(x, weights, ids, num_groups, capacity, rows, scale)
-    choices = ids.numel()
-    most = choices if capacity is None else min(capacity, choices)
+    out, *others = outputs = permute_outputs(x, weights, ids, num_groups, capacity, rows, scale)
     spec = PermuteSpec(
         rows_spec(x, ids, weights, scale=scale), num_groups, ids.dtype == torch.int64
     )
+    _launch_permute(spec, x, weights, ids, capacity, rows, (out, None, *others), zero_tail)
+    return outputs
+
+
+def _launch_permute(
+    spec: PermuteSpec,
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    capacity: int | None,
+    rows: int,
+    outputs: Sequence[Tensor | None],
+    zero_tail: bool,
+) -> None:
+    choices = ids.numel()
+    most = choices if capacity is None else min(capacity, choices)
     arguments = aligned(x), weights.contiguous(), ids.contiguous(), *outputs
     counts = ids.shape[0], rows, most, int(zero_tail)
     launch("moe.permuted_rows.permute_rows", (spec,), x.device, *arguments, *counts)
+
+
+def permute_quantized_outputs(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    num_groups: int,
+    capacity: int | None,
+    rows: int,
+    fmt: NumberFormat,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The outputs of `permute_quantized`, not written."""
+    blocks = -(-x.shape[1] // FP8_BLOCK)
+    return (
+        x.new_empty(rows, x.shape[1], dtype=fmt.element.dtype),
+        x.new_empty(blocks, rows, dtype=torch.float32),
+        weights.new_empty(rows),
+        *permutation_outputs(ids, num_groups, capacity),
+    )
+
+
+def permute_quantized(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    num_groups: int,
+    capacity: int | None,
+    rows: int,
+    fmt: NumberFormat,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor] | NotImplementedType:
+    """`definitions.permute_quantized`, for few tokens."""
+    fits = x.dtype == torch.bfloat16 and permutes_rows(x, weights, ids, num_groups, rows)
+    fits = fits and runs_kernels(x.device, _MIN_FP8_SM)
+    if not (fits and fmt.scaling == _QUANTIZED):
+        return NotImplemented
+    outputs = permute_quantized_outputs(x, weights, ids, num_groups, capacity, rows, fmt)
+    spec = PermuteSpec(rows_spec(x, ids, weights), num_groups, ids.dtype == torch.int64, fmt)
+    _launch_permute(spec, x, weights, ids, capacity, rows, outputs, zero_tail=True)
     return outputs
 
 

@@ -21,6 +21,8 @@ from torch import Tensor
 
 from fusible import formulas
 from fusible.formulas import cast, math_dtype
+from fusible.kernels.quantize.k_major import RowsToQuantize, quantize_pieces
+from fusible.recipes.formats import NumberFormat
 
 
 def permutation(
@@ -111,6 +113,29 @@ def permute_rows(
     row_map, sizes, ends = sort(ids, num_groups, capacity)
     out, moved = copy(x, row_map, weights, rows, scale, zero_tail=zero_tail)
     return out, moved, row_map, sizes, ends
+
+
+def permute_quantized(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    num_groups: int,
+    capacity: int | None,
+    rows: int,
+    fmt: NumberFormat,
+    *,
+    sort: Callable[..., tuple[Tensor, Tensor, Tensor]] = permutation,
+    find: Callable[..., tuple[Tensor, Tensor]] = row_sources,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`permutation` of ids ``[T, k]``, and the rows of tokens by it, quantized in 1x128 blocks.
+
+    Elements ``[rows, H]`` and scales ``[ceil(H / 128), rows]``, zeros in the tail, weights by row,
+    then the results of `permutation`. Raises what `quantize_k_major` raises.
+    """
+    row_map, sizes, ends = sort(ids, num_groups, capacity)
+    index, moved = find(row_map, weights, rows)
+    data, scale, *_ = quantize_pieces(RowsToQuantize(x, ends, index), fmt, True, False)
+    return data, scale, moved, row_map, sizes, ends
 
 
 def gather_sum(

@@ -23,6 +23,11 @@ class PeerRows(NamedTuple):
     end: Callable[[], None]
     """To be called when the last read of them is enqueued."""
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the rows."""
+        return self.parts[0].dtype
+
     def copied(self) -> Tensor:
         """All rows in memory of this process's own."""
         return torch.cat(list(self.parts))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+from fusible.recipes.formats import NumberFormat
+
 BYTES = 16  # moved at once by a thread
 ROWS_THREADS = 256  # of a CTA that moves rows
 FEW_TOKENS = 64
@@ -105,6 +107,8 @@ class PermuteSpec(NamedTuple):
     groups: int
     wide: bool
     """Ids are int64, or else int32."""
+    out_format: NumberFormat | None = None
+    """The rows are quantized, in this format of 1x128 blocks."""
 
     @property
     def padded_choices(self) -> int:

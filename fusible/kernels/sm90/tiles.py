@@ -19,7 +19,7 @@ _SMALL_2X1 = Tile(128, 128, True, 2, 1, dynamic=True)
 _WIDE = Tile(128, 192, True, 1, 2, dynamic=True)
 _WIDE_2X1 = Tile(128, 192, True, 2, 1, dynamic=True)
 _TALL = Tile(192, 128, True, 1, 2, dynamic=True)
-_ROWS_16 = Tile(16, 64), Tile(16, 128)
+_ROWS_16 = Tile(16, 64), Tile(16, 128), Tile(16, 256)
 _LOW = Tile(64, 64, True, 1, 1), Tile(64, 128, True, 1, 1), Tile(64, 128, True, 1, 2)
 _LOW_WIDE = Tile(64, 256, True, 1, 2, dynamic=True)
 _LARGE = tuple(
@@ -96,7 +96,8 @@ TILES: dict[str, dict[Tile, Cost]] = {
 # Activations that are not gated take the time of gated ones.
 _GLU, _DGLU = TILES["glu"], TILES["dglu"]
 TILES["act"] = {
-    tile: _GLU[tile] for tile in (*_ROWS_16, _LOW[0], _LOW[2], _SMALL, _SMALL_DYNAMIC, _SMALL_2X1)
+    tile: _GLU[tile]
+    for tile in (*_ROWS_16[:2], _LOW[0], _LOW[2], _SMALL, _SMALL_DYNAMIC, _SMALL_2X1)
 }
 TILES["dact"] = {
     Tile(64, 64, True, 1, 1, ahead=4): Cost(185, 2270, 1520),
@@ -113,12 +114,18 @@ TILES["dact"] = {
 # The same of FP8 operands.
 FP8_TILES: dict[str, dict[Tile, Cost]] = {
     "store": {
+        _ROWS_16[0]: Cost(100, 1500, 1000),
+        _ROWS_16[1]: Cost(120, 1500, 1500),
+        _LOW[1]: Cost(150, 1500, 2000),
         _SMALL_DYNAMIC: Cost(239, 561, 603),
         _LOW_WIDE: Cost(207, 72.2, 12000),
         _LARGE[0]: Cost(357, 522, 3250),
         _LARGE[1]: Cost(395, 321, 3850),
     },
     "glu": {
+        _ROWS_16[0]: Cost(100, 1500, 1000),
+        _ROWS_16[1]: Cost(120, 1500, 1500),
+        _ROWS_16[2]: Cost(180, 2000, 2000),
         _SMALL_DYNAMIC: Cost(201, 1390, 5080),
         _LOW_WIDE: Cost(186, 1780, 6090),
         _LARGE[0]: Cost(364, 2800, 1360),
@@ -158,8 +165,8 @@ def supports_tile(
 ) -> bool:
     """Whether a kernel of ``kind`` can have a tile, for a weight of that ``major``.
 
-    A ``quantized`` output needs tiles of 64 rows or more with `FP8_BLOCK` of its columns. These
-    have too few registers and are not supported: FP8 tiles (``fp8``) of 256 columns unless
+    A ``quantized`` output needs tiles with `FP8_BLOCK` of its columns. These have too few registers
+    and are not supported: FP8 tiles (``fp8``) of 256 columns unless
     `fits_256_columns`; and, with more than 128 accumulator values a thread:
 
     - a plain product: biases;
@@ -172,7 +179,7 @@ def supports_tile(
     """
     width = tile.width(kind)
     crowded = fp8 and tile.n > 192 and not fits_256_columns(activation, bias)
-    if crowded or (quantized and (width != FP8_BLOCK or tile.m < WARPGROUP_ROWS)):
+    if crowded or (quantized and width != FP8_BLOCK):
         return False
     spacious = tile.slabs * tile.n <= 256
     if kind == "dglu":

@@ -1,22 +1,27 @@
 # Device code is traced by the CuTe DSL: its values have no static types, its loops are unrolled.
 """Tokens to rows sorted by group, of a few tokens, in one launch (CuTe DSL).
 
-A CTA copies 16 bytes a thread of one token. It needs the rows of that token's choices only, so it
-counts all choices by group in its shared memory, and each warp how many come before a choice in its
-group. Every CTA finds the same counts; the first one writes them.
+A CTA copies 16 bytes a thread of one token, or quantizes them. It needs the rows of that token's
+choices only, so it counts all choices by group in its shared memory, and each warp how many come
+before a choice in its group. Every CTA finds the same counts; the first one writes them.
 """
 
 import cutlass
-from cutlass import Boolean, Int32, Int64, cute
+from cutlass import Boolean, Int32, Int64, Uint32, cute
 from cutlass.memory import SmemAllocator
 
 from fusible.kernels.device import bits
 from fusible.kernels.device.dependent_launch import has_pdl, wait
 from fusible.kernels.moe.device.placement import group_of, integers, place_groups, row_of
 from fusible.kernels.moe.device.rows import store_rows
+from fusible.kernels.moe.spec import BYTES
 from fusible.kernels.moe.spec import ROWS_THREADS as THREADS
+from fusible.kernels.quantize.device import numbers
+from fusible.kernels.quantize.device.magnitudes import largest_of, largest_of_lanes, magnitude
+from fusible.recipes.formats import FP8_BLOCK
 
 _WARPS = THREADS // 32
+_LANES = FP8_BLOCK * 2 // BYTES  # threads that share a block of BF16 numbers
 
 
 @cute.kernel
@@ -25,6 +30,7 @@ def _permute_rows(
     weights: Int64,
     ids: cute.Tensor,
     out: Int64,
+    scales: Int64,
     moved: Int64,
     row_map: cute.Tensor,
     sizes: cute.Tensor,
@@ -69,7 +75,10 @@ def _permute_rows(
     for j in cutlass.range_constexpr(top_k):
         found.append(row_of(table, groups_of[first + j], before[j]))
     at = token, column, exists
-    store_rows(words, found, at, weights, out, rows, zero_tail, spec.rows)
+    if cutlass.const_expr(spec.out_format is None):
+        store_rows(words, found, at, weights, out, rows, zero_tail, spec.rows)
+    else:
+        _store_quantized(words, found, at, out, scales, rows, spec)
     if own:
         entry = row_of(table, groups_of[first + thread], before[thread])
         row_map[first + thread] = entry
@@ -81,6 +90,27 @@ def _permute_rows(
             size = table[0, group]
             sizes[group] = Int64(size)
             ends[group] = table[1, group] + size
+
+
+def _store_quantized(words, found, at, out, scales, rows, spec):
+    """Quantize 16 bytes of a token, and store them to the rows of its choices.
+
+    Scales are ``[blocks, rows]``. Rows of choices that are not computed are zeros.
+    """
+    (_, column, exists), fmt = at, spec.out_format
+    largest = largest_of_lanes(largest_of(words, "bf16"), _LANES, "bf16")
+    scale, factor = numbers.encode_scale(magnitude(largest, "bf16"), None, fmt)
+    of_zeros, _ = numbers.encode_scale(Uint32(0), None, fmt)
+    packed = numbers.pack_elements([value * factor for value in bits.unpack(words, "bf16")], fmt)
+    for entry in found:
+        computed, row = entry >= 0, cutlass.max(entry, ~entry)
+        inside = Boolean(exists) & (row < rows)
+        kept = [bits.select(computed, word, 0) for word in packed]
+        vector = Int64(row) * spec.rows.vectors + column
+        bits.store(out + vector * (BYTES // 2), kept, Int32(inside))
+        first = inside & (column % _LANES == 0)
+        place = Int64(column // _LANES) * Int64(rows) + row
+        bits.store(scales + place * 4, [bits.select(computed, scale, of_zeros)], Int32(first))
 
 
 @cute.jit
@@ -101,6 +131,7 @@ def permute_rows(
     weights: Int64,
     ids: Int64,
     out: Int64,
+    scales: Int64,
     moved: Int64,
     row_map: Int64,
     sizes: Int64,
@@ -112,13 +143,17 @@ def permute_rows(
     stream,
     spec: cutlass.Constexpr,
 ):
-    """Launch: addresses of contiguous tensors, as ``definitions.permute_rows`` names them."""
+    """Launch: addresses of contiguous tensors, as ``definitions.permute_rows`` names them.
+
+    ``scales`` are those of the rows if these are quantized.
+    """
     choices = tokens * spec.rows.top_k
     _permute_rows(
         x,
         weights,
         bits.vector(ids, Int64 if spec.wide else Int32, choices),
         out,
+        scales,
         moved,
         bits.vector(row_map, Int32, choices),
         bits.vector(sizes, Int64, spec.groups),

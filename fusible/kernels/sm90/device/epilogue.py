@@ -299,6 +299,8 @@ class Epilogue:
                 values = self._activations(accumulator, m, output_scales, eight)
                 for half in cutlass.range_constexpr(2):
                     rows[half].extend(bits.pack(values[2 * half : 2 * half + 2], "bf16"))
+        if const_expr(self.tile.m < WARPGROUP_ROWS):  # the other rows are of the next tile
+            coord = coord._replace(rows=cutlass.min(coord.rows, coord.row + self.tile.m))
         for half in cutlass.range_constexpr(2):
             row = coord.row + self._row(m, half)
             store_quantized(

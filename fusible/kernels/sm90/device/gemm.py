@@ -49,12 +49,11 @@ class GroupedGemm:
                 f"turns, got {spec.tile}; pass pingpong=True"
             )
         if spec.tile.m % (WARPGROUP_ROWS * spec.tile.warpgroups):
-            plain = spec.kind in ("store", *FORWARD) and not spec.is_fp8 and not spec.out_format
-            if not (plain and spec.tile.m == WARP_ROWS and spec.tile.pingpong):
+            forward = spec.kind in ("store", *FORWARD)
+            if not (forward and spec.tile.m == WARP_ROWS and spec.tile.pingpong):
                 raise ValueError(
                     f"a tile must have a multiple of 64 rows for each warpgroup that shares it, or "
-                    f"16 in ping-pong in a forward without FP8 numbers, got {spec.tile} of "
-                    f"{spec.kind}; pass other rows"
+                    f"16 in ping-pong in a forward, got {spec.tile} of {spec.kind}; pass other rows"
                 )
         if spec.reads_ahead and not spec.can_read_ahead:
             raise ValueError(
