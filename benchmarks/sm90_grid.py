@@ -459,8 +459,13 @@ def in_a_tile(t: dict[str, torch.Tensor], op: str, tile: Tile) -> Any:
         return call(ops, t, op)
 
 
-def error(got: Any, want: Any) -> torch.Tensor:
+def error(op: str, got: Any, want: Any) -> torch.Tensor:
     """The largest relative error, on the device; of large tensors, from a part of their rows."""
+    if op.endswith("quantized"):
+        got, want = (
+            data.float() * scale.t().repeat_interleave(FP8_BLOCK, 1)[:, : data.shape[1]]
+            for data, scale in (got, want)
+        )
     pairs = [(got, want)] if isinstance(got, torch.Tensor) else zip(got, want, strict=True)
     found = []
     for one, other in pairs:
@@ -492,7 +497,7 @@ def check_in_process(tasks: list[Task], begun: Any, results: Any) -> None:
         try:
             if op not in wants:
                 wants[op] = call(definitions, q if is_fp8(op) else wide, op)
-            off = error(in_a_tile(q if is_fp8(op) else t, op, tile), wants[op]).item()
+            off = error(op, in_a_tile(q if is_fp8(op) else t, op, tile), wants[op]).item()
             results.put("" if off < _TOLERANCE.get(op, 4e-3) else f"off by {off:.1e}")
         except Exception as why:
             results.put(f"{type(why).__name__}: {why}")
@@ -594,7 +599,7 @@ def measure_shape(
         every = [one for one in tiles_of(op) if (op, one) not in wrong]
         calls = {label(kind, one): functools.partial(in_a_tile, t, op, one) for one in every}
         want = in_a_tile(t, op, every[0])
-        errors = {name: error(run(), want) for name, run in calls.items()}
+        errors = {name: error(op, run(), want) for name, run in calls.items()}
         del want
         for name, off in errors.items():
             if not off.item() < _TOLERANCE.get(op, 4e-3):

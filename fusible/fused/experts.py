@@ -75,9 +75,11 @@ class MoEExperts(FusedOperation):
             for ctx in ctxs:
                 ctx.zero_tail = False
         choices = dispatch.choices(first, x, *extra[0])
-        fmt = kernels.rows_format(middle[0]) if gathers and not first.requires_grad else None
+        fmt = None
+        if gathers and not first.requires_grad:
+            fmt = kernels.rows_format(middle[0], choices.x.dtype)
         rows: Any
-        if fmt is not None and choices.x.dtype == middle[0].dtype:
+        if fmt is not None:
             gathers = False
             rows, *outputs = dispatch.quantized(first, choices, fmt)
         else:

@@ -86,10 +86,11 @@ class Sm90Fp8Kernels(GroupedKernels):
         sizes = [(linear.in_features, linear.out_features) for linear in ops[::2]]
         return f"{says}; {fp8_times.speed_note(sizes)}"
 
-    def rows_format(self, ctx: OperationContext) -> NumberFormat | None:
+    def rows_format(self, ctx: OperationContext, dtype: torch.dtype) -> NumberFormat | None:
         """See `GroupedKernels`: one of blocks of a row."""
         fmt = ctx.recipe.of_fp8_products.format("input")
-        return fmt if fmt is not None and fmt.directional else None
+        fits = dtype == torch.bfloat16 and fmt is not None and fmt.directional
+        return fmt if fits else None
 
     def single_group(self, x: Any) -> Tensor:
         """See `GroupedKernels`."""

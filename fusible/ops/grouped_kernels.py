@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeGuard
 
+import torch
 from torch import Tensor
 
 from fusible.formulas import cast
@@ -118,8 +119,8 @@ class GroupedKernels:
     quantizes_own_inputs = False
     """Whether ops before and after should leave it to `prepare_rows` to quantize."""
 
-    def rows_format(self, ctx: OperationContext) -> NumberFormat | None:
-        """The format in which ``Dispatch`` may quantize the rows of a forward without a backward.
+    def rows_format(self, ctx: OperationContext, dtype: torch.dtype) -> NumberFormat | None:
+        """The format in which ``Dispatch`` may quantize rows of ``dtype``, if no backward follows.
 
         `prepare_rows` then takes `QuantizedRows`. None if it may not.
         """

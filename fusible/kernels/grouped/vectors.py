@@ -22,12 +22,19 @@ def sum_up(partials: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
 
     ``partials`` are ``[tiles * rows]``, and added in order, so the bits are reproducible.
     """
-    tiles = partials.shape[0] // rows
-    if tiles == 1:
+    if partials.shape[0] == rows:
         return cast(partials, dtype)
     sums = partials.new_empty(rows, dtype=dtype)
     which = (_name(dtype),)
-    launch("grouped.vectors.TileSums", which, partials.device, partials, sums, tiles, rows)
+    launch(
+        "grouped.vectors.TileSums",
+        which,
+        partials.device,
+        partials,
+        sums,
+        partials.shape[0] // rows,
+        rows,
+    )
     return sums
 
 
