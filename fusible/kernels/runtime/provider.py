@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from typing import Any
 
 # A provider may be a module's name, imported at the first launch: plans do not need the package.
-_providers: dict[str, Any] = {"sm100": "fusible.kernels.sm100.frontend"}
+_providers: dict[str, Any] = {"sm100": "cudnn"}
 
 
 def provider(arch: str) -> Any:
     """The provider of the kernels of an architecture.
 
-    That of ``"sm100"`` has the wrappers of the ``cudnn`` package (nvidia-cudnn-frontend), under
-    their own names and with their own signatures.
+    That of ``"sm100"`` is ``cudnn`` (nvidia-cudnn-frontend), or has wrappers of the same names and
+    signatures. The rules require the version that has them.
     """
     module = _providers[arch]
     return importlib.import_module(module) if isinstance(module, str) else module

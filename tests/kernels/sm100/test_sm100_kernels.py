@@ -186,29 +186,6 @@ def test_fp4_weight_gradients_need_their_factors():
         run("wgrad", given)
 
 
-class Package:
-    """A front end of which one wrapper lacks what came with a later version."""
-
-    __version__ = "1.26.0"
-
-    @staticmethod
-    def grouped_gemm_quant_wrapper_sm100(a_tensor, d_tensor=None):
-        """It has one of the three features."""
-
-
-def test_features_of_the_front_end_are_looked_at():
-    pytest.importorskip("cudnn")
-    from fusible.kernels.sm100 import frontend
-
-    with pytest.raises(RuntimeError, match=re.escape(
-        "got version 1.26.0 without supports_canonical_layouts (since 1.31), "
-        "supports_optional_amax (since 1.31); install nvidia-cudnn-frontend >= 1.32"
-    )):  # fmt: skip
-        frontend.tested(Package, "grouped_gemm_quant_wrapper_sm100")
-    with pytest.raises(RuntimeError, match="without supports_bf16_canonical_layouts"):
-        frontend.tested(Package, "grouped_gemm_wrapper_sm100")
-
-
 # --- launches -------------------------------------------------------------------------------------
 
 
