@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -17,11 +15,6 @@ from fusible.fuser.plan import FusionFunction, UserFusions, check_cover, check_f
 from fusible.fuser.rules import Phase, Rule
 from fusible.names import did_you_mean
 from fusible.recipes.recipe import Recipe
-
-logger = logging.getLogger(__name__)
-
-ENTRY_POINTS = "fusible.rules"
-"""The entry points under which other packages offer rules."""
 
 
 class Registry:
@@ -34,7 +27,6 @@ class Registry:
         self.rules: tuple[Rule, ...] = ()
         self.functions: tuple[FusionFunction, ...] = ()
         self.version = 0
-        self._discovered = False
         self.has_users = False
         """Whether a rule or a function is a user's."""
 
@@ -42,31 +34,6 @@ class Registry:
         """Set the built-in rules, in order of priority."""
         self.rules = tuple(rules)
         self._changed()
-
-    def discover(self) -> None:
-        """Add the rules that installed packages offer, once; before the built-in ones.
-
-        Each entry point of the group ``fusible.rules`` is a rule or a list of them. One that cannot
-        be loaded is left out, with a warning that names it.
-        """
-        if self._discovered:
-            return
-        self._discovered = True
-        for entry in metadata.entry_points(group=ENTRY_POINTS):
-            try:
-                loaded = entry.load()
-                for rule in loaded if isinstance(loaded, list | tuple) else [loaded]:
-                    if rule not in self.rules:
-                        self.add_rule(rule)
-                        logger.info("rule %s is from %s", rule.name, entry.value)
-            except Exception as error:  # whatever it is, it is another package's
-                warnings.warn(
-                    f"the entry point {entry.name!r} ({entry.value}) in the group {ENTRY_POINTS} "
-                    f"must be a rule or a list of rules, got {type(error).__name__}: {error}; "
-                    "its rules are left out",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
 
     def add_rule(self, rule: Rule, before: str | None = None, after: str | None = None) -> None:
         """See :func:`register_rule`."""
@@ -105,7 +72,6 @@ class Registry:
 
     def rule(self, name: str) -> Any:
         """The rule or the user's function of that name; ValueError names those there are."""
-        self.discover()
         return self._named(name, [*self.rules, *self.functions])
 
     def _named(self, name: str, among: Iterable[Any]) -> Any:
@@ -244,7 +210,6 @@ def register_rule(rule: Rule, *, before: str | None = None, after: str | None = 
         ValueError: there is a rule of that name, none of the name given, or a condition reads what
             is no fact.
     """
-    registry.discover()
     registry.add_rule(rule, before, after)
 
 
@@ -254,13 +219,11 @@ def unregister_rule(rule: Rule | Callable[..., Any] | str) -> None:
     Raises:
         ValueError: there is none of that name.
     """
-    registry.discover()
     registry.remove_rule(rule)
 
 
 def fusion_rules() -> tuple[Rule, ...]:
-    """All rules in order of priority: your own, those of installed packages, the built-in ones."""
-    registry.discover()
+    """All rules in order of priority: your own, then the built-in ones."""
     return registry.rules
 
 

@@ -95,7 +95,6 @@ class Run:
     def __init__(
         self, ops: Sequence[Any], require: Sequence[Rule] = (), wiring: Wiring | None = None
     ) -> None:
-        registry.discover()
         self.ops = tuple(ops)
         self.paths: tuple[str, ...] = ()
         self.wiring = wire(self.ops) if wiring is None else wiring

@@ -1,8 +1,6 @@
 """Rules, ops and fusion functions of one's own, and those of other packages."""
 
 import functools
-import logging
-import sys
 import types
 import warnings
 from dataclasses import replace
@@ -15,9 +13,8 @@ import fusible as fz
 from fusible import extend
 from fusible.extend import equal, multiple_of, register_rule, rule, this, unregister_rule
 from fusible.fused import RULES
-from fusible.fuser import registry as registry_module
 from fusible.fuser.plan import check_facts
-from fusible.fuser.registry import check_names, registry
+from fusible.fuser.registry import check_names
 from fusible.fuser.schedule import Expected
 from fusible.testing import assume_target
 
@@ -541,59 +538,6 @@ def test_channels_across_a_users_fused_op(own_fusions):
     y = seq(x)
     y.sum().backward()
     assert y.tolist() == x.grad.tolist() == [3.0] * 3
-
-
-# --- other packages ---------------------------------------------------------------------------
-
-
-@pytest.fixture
-def package(own_fusions, monkeypatch):
-    """Make the entry points of an installed package, by name."""
-
-    def install(**objects):
-        module = types.ModuleType("third_party")
-        vars(module).update(objects)
-        monkeypatch.setitem(sys.modules, "third_party", module)
-        points = [
-            registry_module.metadata.EntryPoint(name, f"third_party:{name}", "fusible.rules")
-            for name in objects
-        ]
-        monkeypatch.setattr(
-            registry_module.metadata, "entry_points", lambda *, group: points * (group == GROUP)
-        )
-        monkeypatch.setattr(registry, "_discovered", False)
-
-    return install
-
-
-GROUP = "fusible.rules"
-
-
-def test_rules_of_packages_are_found(package, caplog):
-    package(mine=double_rule)
-    seq = fz.Sequential(*scales(), require=["double_rule"])
-    with caplog.at_level(logging.INFO, "fusible"):
-        seq(torch.ones(2))
-    assert seq.plan.fired == ("double_rule",)
-    assert extend.fusion_rules() == (double_rule, *RULES)
-
-
-def test_lists_of_rules_and_rules_that_are_there_already(package):
-    @rule()
-    def other(a: fz.ConstantScale) -> ref.ScalesInOne:
-        return ref.ScalesInOne([a])
-
-    package(mine=[double_rule, other], again=double_rule)
-    assert {"double_rule", "other"} < {r.name for r in extend.fusion_rules()}
-    assert len(extend.fusion_rules()) == len(RULES) + 2
-
-
-def test_a_packages_failure_is_named_and_not_fatal(package):
-    package(broken=3, mine=double_rule)
-    seq = scales()
-    with pytest.warns(RuntimeWarning, match=r"'broken' \(third_party:broken\) .* got TypeError"):
-        seq(torch.ones(2))
-    assert seq.plan.fired == ("double_rule",)
 
 
 # --- conditions -----------------------------------------------------------------------------------
