@@ -74,8 +74,6 @@ class Condition:
     holds: Callable[[Any, Any], bool]
     other: Path | None = None
     hint: str = ""
-    compared: tuple[tuple[Path, Any], ...] = ()
-    """Facts and the constants that they are compared with."""
     only_where: tuple[tuple[Path, Any], ...] = ()
     """Facts and their values where it is needed; nothing is needed elsewhere."""
 
@@ -111,15 +109,13 @@ def equal(subject: Path, value: Any, hint: str = "") -> Condition:
     """``subject`` equals a constant, or another fact."""
     if isinstance(value, Path):
         return Condition(subject, f"equal to {value}", lambda a, b: a == b, value, hint)
-    compared = ((subject, value),)
-    return Condition(subject, str(value), lambda a, _: a == value, None, hint, compared)
+    return Condition(subject, str(value), lambda a, _: a == value, None, hint)
 
 
 def one_of(subject: Path, *values: Any) -> Condition:
     """``subject`` is one of ``values``."""
     says = f"one of {', '.join(map(str, values))}"
-    compared = tuple((subject, value) for value in values)
-    return Condition(subject, says, lambda a, _: a in values, compared=compared)
+    return Condition(subject, says, lambda a, _: a in values)
 
 
 def at_least(subject: Path, least: Any, hint: str = "") -> Condition:
@@ -152,6 +148,5 @@ def where(fact: Path, value: Any, need: Condition) -> Condition:
     return replace(
         need,
         says=f"{need.says} where {fact} is {value}",
-        compared=((fact, value), *need.compared),
         only_where=((fact, value), *need.only_where),
     )

@@ -146,16 +146,17 @@ def is_ours(defined: Any) -> bool:
 
 
 def check_names(rule: Rule) -> None:
-    """Check what the conditions of a rule compare dtypes and the recipe with.
+    """Check the dtypes and recipes for which a rule has conditions (``where``).
 
-    An unknown recipe is a warning, since its class may be defined later.
+    Under a wrong name a condition is never needed, which ``explain`` cannot show. An unknown recipe
+    is a warning, since its class may be defined later.
 
     Raises:
         ValueError: a dtype is compared with no name of one.
     """
     dtypes = [str(d).removeprefix("torch.") for d in vars(torch).values() if type(d) is torch.dtype]
     recipes = ["none", *dict.fromkeys(_recipe_names(Recipe))]
-    for path, value in [pair for need in rule.needs for pair in need.compared]:
+    for path, value in [pair for need in rule.needs for pair in need.only_where]:
         if path.names == ("recipe",) and value not in recipes:
             warnings.warn(
                 f"a condition of the rule {rule.name} compares recipe with {value!r}, which no "

@@ -120,30 +120,36 @@ def test_a_rule_for_an_op_of_several_names_its_parts():
 
 
 @pytest.mark.parametrize(
-    ("need", "message"),
+    ("fact", "value", "message"),
     [
-        (
-            equal(this.a.dtype, torch.float32),
-            "names of dtypes .*, got torch.float32; .*'float32",
-        ),
-        (extend.one_of(this.input.dtype, "bfloat16", "fp32"), r"dtypes \(float32, .*, got 'fp32'"),
-        (equal(this.a.param_dtype, "half"), "compare a.param_dtype with names of .*, got 'half'"),
+        (this.a.dtype, torch.float32, "names of dtypes .*, got torch.float32; .*'float32"),
+        (this.input.dtype, "fp32", r"dtypes \(float32, .*, got 'fp32'"),
+        (this.a.param_dtype, "half", "compare a.param_dtype with names of .*, got 'half'"),
     ],
 )
-def test_conditions_that_no_call_can_meet(need, message, own_fusions):
+def test_a_condition_that_never_applies(fact, value, message, own_fusions):
     def own(a: fz.ConstantScale) -> extend.FusedOperation: ...
 
     with pytest.raises(ValueError, match=message):
-        register_rule(rule(need)(own))
+        register_rule(rule(extend.where(fact, value, equal(this.device, "cpu")))(own))
 
 
-@pytest.mark.parametrize(
-    "need",
-    [equal(this.recipe, "mxfp"), extend.where(this.recipe, "mxfp", equal(this.device, "cpu"))],
-)
-def test_a_condition_on_an_unknown_recipe_is_a_warning(need, own_fusions):
+def test_a_constant_that_no_fact_equals_is_a_refusal(own_fusions):
+    @rule(equal(this.a.dtype, torch.float32), equal(this.recipe, "mxfp"))
     def own(a: fz.ConstantScale) -> extend.FusedOperation: ...
 
+    register_rule(own)
+    (refusal,) = fz.explain(fz.Sequential(fz.ConstantScale(2.0)), torch.ones(2)).refusals
+    assert refusal.reasons == (
+        "a.dtype must be torch.float32, got float32",
+        "recipe must be mxfp, got none",
+    )
+
+
+def test_a_condition_on_an_unknown_recipe_is_a_warning(own_fusions):
+    def own(a: fz.ConstantScale) -> extend.FusedOperation: ...
+
+    need = extend.where(this.recipe, "mxfp", equal(this.device, "cpu"))
     with pytest.warns(UserWarning, match="own compares recipe with 'mxfp', .* none, .*'mxfp8'"):
         register_rule(rule(need)(own))
     assert extend.fusion_rules()[0].name == "own"
@@ -161,7 +167,10 @@ def test_conditions_on_derived_recipes_and_on_facts_called_recipe(own_fusions):
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        register_rule(rule(equal(this.recipe, "derived"), equal(this.a.recipe, "soup"))(own))
+        on_cpu = equal(this.device, "cpu")
+        needs = [extend.where(this.recipe, "derived", on_cpu)]
+        needs.append(extend.where(this.a.recipe, "soup", on_cpu))
+        register_rule(rule(*needs)(own))
 
 
 def test_built_in_rules_compare_with_names_that_there_are():
