@@ -53,16 +53,6 @@ UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True)
-class Unreadable:
-    """The fact of an op whose attribute raised an error when it was read."""
-
-    error: str
-
-    def __str__(self) -> str:
-        return self.error
-
-
-@dataclass(frozen=True)
 class Condition:
     """``subject`` must satisfy ``holds``; ``says`` completes the sentence.
 
@@ -91,7 +81,7 @@ class Condition:
         other = None if self.other is None else self.other.read(facts)
         hint = f"; {self.hint}" if self.hint else ""
         try:
-            if not isinstance(value, Unreadable) and self.holds(value, other):
+            if self.holds(value, other):
                 return None
         except TypeError as error:  # the values have no order
             hint = f", which cannot be compared ({type(error).__name__}: {error})"

@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from fusible.fuser.conditions import Unreadable
 from fusible.fuser.context import OperationContext
 from fusible.fuser.node import kind_of
 from fusible.fuser.op_facts import Dtypes
@@ -375,13 +374,12 @@ class BasicOperation(Channels, FormulaOp, FusibleOperation):
         return {name: self._fact(name) for name in self.fact_names}
 
     def _fact(self, name: str) -> Any:
-        """An attribute that conditions read, or the error that it raises."""
+        """An attribute that conditions read."""
         try:
             return getattr(self, name)
-        except AttributeError:  # of a name that is not the op's
-            raise
         except Exception as error:
-            return Unreadable(f"{type(error).__name__}: {error}")
+            error.add_note(f"raised by {name} of {type(self).__name__}, one of its fact_names")
+            raise
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.fact_names and self.__dict__.get("_frozen"):

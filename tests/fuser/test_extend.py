@@ -571,21 +571,11 @@ class Named(fz.BasicOperation):
         return 2 * x
 
 
-@rule(equal(this.op.size, 3))
-def of_size(op: Sized) -> fz.FusedOperation:
-    """Never fires."""
-    return fz.FusedOperation([op])
-
-
-def test_a_fact_that_raises_is_a_refusal():
-    register_rule(of_size)
-    try:
-        module = fz.Sequential(Sized())
-        assert module(torch.ones(2, 2)).tolist() == [[2, 2], [2, 2]]
-        (refusal,) = fz.explain(module, torch.ones(2, 2)).refusals
-    finally:
-        unregister_rule(of_size)
-    assert refusal.reasons == ("op.size must be 3, got RuntimeError: there is no size yet",)
+@pytest.mark.parametrize("call", [lambda module, x: module(x), fz.explain])
+def test_a_fact_that_raises_is_named(call):
+    with pytest.raises(RuntimeError, match="there is no size yet") as raised:
+        call(fz.Sequential(Sized()), torch.ones(2, 2))
+    assert raised.value.__notes__[0] == "raised by size of Sized, one of its fact_names"
 
 
 def test_a_fact_of_a_name_that_all_ops_have_is_refused():
