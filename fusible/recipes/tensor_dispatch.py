@@ -191,11 +191,6 @@ class DispatchedTensor(torch.Tensor):
         """Write what ``function`` returns for each value, quantized."""
         return self.copy_(self.copied_values().apply_(function))
 
-    def map2_(self, x: Tensor, y: Tensor, function: Callable[[Any, Any, Any], Any]) -> Tensor:
-        """Write what ``function`` returns for the values here, in ``x`` and in ``y``, quantized."""
-        x, y = (torch.empty(t.shape, dtype=self.dtype).copy_(t) for t in (x, y))
-        return self.copy_(self.copied_values().map2_(x, y, function))
-
     def __dlpack__(self, *, copy: bool | None = None, **options: Any) -> Any:
         """Return a copy of the values; BufferError if it must be none."""
         if copy is False:
