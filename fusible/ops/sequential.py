@@ -163,7 +163,11 @@ class Sequential(PatchesCounted, nn.Sequential):
                 other._capture()
 
     def _capture(self) -> None:
-        """Divide this Sequential, as before if it was so before: plans outlive a hook."""
+        """Divide this Sequential, as before if it was so before.
+
+        Plans outlive a hook, and so do the recipes of forwards, which a checkpoint that runs one
+        again asks its runs for.
+        """
         form = _form(self)
         known = [c for c in self._known if c.has_same_modules()][-_MAX_KNOWN:]
         same = [c for c in known if c.form == form]

@@ -572,6 +572,27 @@ def test_plans_outlive_a_hook():
         assert module.plan is plan
 
 
+@pytest.mark.parametrize("wrap", [checkpointed, checkpointed_reentrant])
+def test_a_hook_between_a_checkpointed_forward_and_its_backward(wrap):
+    """The forward runs again under its recipe, which its run has recorded."""
+    torch.manual_seed(0)
+    module = fz.Sequential(fz.Linear(64, 64), fz.GELU(), fz.Linear(64, 64))
+    grads = []
+    for hooked in (False, True):
+        x = torch.linspace(-2, 2, 32 * 64).view(32, 64).requires_grad_()
+        with fz.autocast(recipe=fz.recipes.MXFP8BlockScaling()):
+            y = wrap(module)(x)
+            if hooked:
+                handle = module[1].register_forward_hook(lambda *_: None)
+                module(x)
+                handle.remove()
+        module.zero_grad()
+        y.sum().backward()
+        grads.append([p.grad for p in module.parameters()])
+    for with_hook, without in zip(*grads, strict=True):
+        assert torch.equal(with_hook, without)
+
+
 def test_a_hook_removed_while_it_runs():
     module, (x,) = moe(), inputs("moe")
     want, seen = module(x), []
