@@ -21,6 +21,7 @@ _WIDE_2X1 = Tile(128, 192, True, 2, 1, dynamic=True)
 _TALL = Tile(192, 128, True, 1, 2, dynamic=True)
 _ROWS_16 = Tile(16, 64), Tile(16, 128), Tile(16, 256)
 _LOW = Tile(64, 64, True, 1, 1), Tile(64, 128, True, 1, 1), Tile(64, 128, True, 1, 2)
+_LOW_DYNAMIC = _LOW[2]._replace(dynamic=True)
 _LOW_WIDE = Tile(64, 256, True, 1, 2, dynamic=True)
 _LARGE = tuple(
     Tile(m, n, False, cluster_m, cluster_n, dynamic=True)
@@ -114,28 +115,31 @@ TILES["dact"] = {
 # The same of FP8 operands.
 FP8_TILES: dict[str, dict[Tile, Cost]] = {
     "store": {
-        _ROWS_16[0]: Cost(100, 1500, 1000),
-        _ROWS_16[1]: Cost(120, 1500, 1500),
-        _LOW[1]: Cost(150, 1500, 2000),
-        _SMALL_DYNAMIC: Cost(239, 561, 603),
-        _LOW_WIDE: Cost(207, 72.2, 12000),
-        _LARGE[0]: Cost(357, 522, 3250),
-        _LARGE[1]: Cost(395, 321, 3850),
+        _ROWS_16[0]: Cost(99.7, 1100, 6200),
+        _ROWS_16[1]: Cost(115, 1260, 5980),
+        _LOW[0]: Cost(195, 616, 5130),
+        _LOW[1]: Cost(300, 567, 3810),
+        _SMALL_DYNAMIC: Cost(407, 1500, 3300),
+        _LOW_WIDE: Cost(367, 1050, 7040),
+        _LARGE[0]: Cost(349, 713, 3280),
+        _LARGE[1]: Cost(383, 585, 3870),
     },
     "glu": {
-        _ROWS_16[0]: Cost(100, 1500, 1000),
-        _ROWS_16[1]: Cost(120, 1500, 1500),
-        _ROWS_16[2]: Cost(180, 2000, 2000),
-        _SMALL_DYNAMIC: Cost(201, 1390, 5080),
-        _LOW_WIDE: Cost(186, 1780, 6090),
-        _LARGE[0]: Cost(364, 2800, 1360),
-        _LARGE[1]: Cost(400, 3080, 1360),  # by hand, for 12 shapes
+        _ROWS_16[0]: Cost(116, 2910, 3940),
+        _ROWS_16[1]: Cost(152, 731, 7340),
+        _ROWS_16[2]: Cost(455, 2410, 2510),
+        _LOW[0]: Cost(116, 4540, 2820),
+        _LOW_DYNAMIC: Cost(185, 2370, 3180),
+        _SMALL_DYNAMIC: Cost(350, 2570, 8490),
+        _LOW_WIDE: Cost(301, 3780, 6350),
+        _LARGE[0]: Cost(269, 3550, 475),
+        _LARGE[1]: Cost(313, 3150, 754),
     },
     "wgrad": {
-        _SMALL_DYNAMIC: Cost(222, 305, 1330),
-        _LARGE[0]: Cost(453, 28.4, 10000),
-        _LARGE[2]: Cost(412, 392, 2310),
-        _LARGE[3]: Cost(427, 417, 2890),
+        _SMALL_DYNAMIC: Cost(411, 820, 781),
+        _LARGE[0]: Cost(453, 18.7, 9960),
+        _LARGE[2]: Cost(405, 423, 3620),
+        _LARGE[3]: Cost(419, 450, 3940),
     },
 }
 FP8_TILES["act"] = FP8_TILES["glu"]
@@ -242,7 +246,8 @@ def microseconds(
     The GPU takes as many rounds of tiles as its clusters need, of which the last may not be full.
     Reading and writing every matrix once, and weights a little more often, overlaps with that. Of
     FP8 operands, a group's last tile is counted by its slabs of 64 rows that hold rows of the
-    group; of others a model with this was no better.
+    group; of others a model with this was no better. In ping-pong a multiprocessor multiplies two
+    tiles of FP8 operands at once, as each waits for its scales, and a tile by itself is no faster.
 
     Sizes and costs may be tensors, for a fit (``benchmarks/sm90_grid.py --fit``).
     """
@@ -267,7 +272,8 @@ def microseconds(
         weights = (2 if kind == "glu" else 1) * columns * depth
         out = {"store": 1, "act": 2, "glu": 3, "dact": 3, "dglu": 5}[kind] * columns
         moved = size * used * weights * (1 + c.again * (down - 1)) + rows * (size * depth + 2 * out)
-    full = used * down * across / (sms // (tile.cluster_m * tile.cluster_n))
+    at_once = 2 if fp8 and tile.pingpong else 1
+    full = used * down * across / (sms // (tile.cluster_m * tile.cluster_n) * at_once)
     started, late = (c.started_dynamic, c.late_dynamic) if tile.dynamic else (c.started, c.late)
     rounds = _larger(full + started * (_ceil_div(full, 1) - full) + late, 1)
     computing = rounds * (cost.step * reduction + cost.tile) + cost.end
