@@ -39,7 +39,7 @@ from fusible.fuser.tracing import WeakGroups, constant_when_traced
 from fusible.fuser.wiring import Output, Wiring, wire
 from fusible.logs import log_once
 from fusible.recipes.autocast import Forward, current_recipe
-from fusible.recipes.mixed import ByOp
+from fusible.recipes.mixed import ByOp, PerOp
 from fusible.recipes.recipe import Recipe
 
 logger = logging.getLogger(__name__)
@@ -188,7 +188,11 @@ class Run:
 
         def call(part: Part, x: Tensor, extra_inputs: Sequence[Tensor]) -> Any:
             of_ops = kwargs and kwargs[part.ops]
-            return part.call._execute((x, *extra_inputs), of_ops, params[part.ops], recipe)
+            # That of a repeated forward is already one for each op of this run.
+            own = recipe
+            if isinstance(recipe, PerOp):
+                own = recipe.over(part.ops.start, part.ops.stop)
+            return part.call._execute((x, *extra_inputs), of_ops, params[part.ops], own)
 
         return run_parts(partition, inputs, call, self.ops)
 

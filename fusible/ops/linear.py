@@ -384,6 +384,16 @@ class Linear(FusedOperation):
         if not bias:
             self.register_parameter("bias", None)
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Refuse a bias that no part would add."""
+        parts = vars(self).get("_basic_ops")  # None while they are made
+        if name == "bias" and param is not None and parts and not isinstance(parts[-1], Bias):
+            raise TypeError(
+                "bias of a Linear that was made with bias=False must be None, got "
+                f"{type(param).__name__}; make it with bias=True"
+            )
+        super().register_parameter(name, param)
+
     def _attach(self, part: BasicOperation) -> BasicOperation:
         """Let a part read the parameters of this module."""
         # Share the dictionaries, so that no assignment (load_state_dict(assign=True), FSDP2,

@@ -76,6 +76,11 @@ class _Norm(CastingOp):
             )
         if input_.is_nested:
             raise nested_input(op_name)
+        for name, parameter in zip(self.own_parameter_names(), ctx.parameters, strict=True):
+            if parameter.shape != shape:
+                raise ValueError(
+                    f"{name} of {op_name} must have shape {shape}, got {tuple(parameter.shape)}"
+                )
         check_device(input_, ctx.parameters[0], op_name)
         return self.cast_input(ctx, input_).reshape(-1, self.features)
 

@@ -66,6 +66,8 @@ class OwnParameters(nn.Module):
             )
         if self.parameter_names is None:
             return tuple([value for value in values if value is not None])
+        for name, value in zip(names, values, strict=True):
+            _check_is_there(self, name, value)
         return values
 
     def local_parameters(self) -> tuple[Tensor, ...]:
@@ -92,10 +94,7 @@ class OwnParameters(nn.Module):
         if self.parameter_names is None and not self._has(name):
             return None
         value = operator.attrgetter(name)(self._computing(name))
-        if value is None:
-            raise AttributeError(
-                f"{name} of {type(self).__name__} must be a tensor, got None; make an op without it"
-            )
+        _check_is_there(self, name, value)
         return value
 
     def _has(self, name: str) -> bool:
@@ -127,7 +126,8 @@ class OwnParameters(nn.Module):
 
         Raises:
             TypeError: the gradient of a parameter would be lost, since neither ``parameter_names``
-                nor ``formula`` has it, or it is that of a module inside and no backward returns it.
+                nor ``formula`` has it, or it is that of a module inside and no backward returns it;
+                not of a subclass with a ``forward`` of its own, which may read it.
         """
         if type(self).own_parameters is not OwnParameters.own_parameters:
             return tuple(self._registered)
@@ -142,13 +142,17 @@ class OwnParameters(nn.Module):
         if self.parameter_names is None and self._returns_grads():
             names = (*names, *inner)
         lost = [name for name in (*registered, *inner) if name not in {*names}]
-        if lost:
+        if lost and not self._is_called():
             raise TypeError(
                 f"{type(self).__name__} must return the gradients of all its parameters, got "
                 f"{', '.join(lost)} besides ({', '.join(names)}); define op_forward and "
                 "op_backward, and name them in parameter_names, or register them in the op itself"
             )
         return names
+
+    def _is_called(self) -> bool:
+        """Whether the forward of the module is a user's: autograd sees what else it reads."""
+        return not (type(self._held_by()).forward.__module__ or "").startswith("fusible.")
 
     def _formula_arguments(self, registered: Sequence[str]) -> list[str]:
         """The arguments of the op's formula if it takes the parameters by name."""
@@ -157,6 +161,13 @@ class OwnParameters(nn.Module):
     def _returns_grads(self) -> bool:
         """Whether a backward by hand returns the gradients, also of modules inside."""
         return False
+
+
+def _check_is_there(op: OwnParameters, name: str, value: Any) -> None:
+    if value is None:
+        raise AttributeError(
+            f"{name} of {type(op).__name__} must be a tensor, got None; make an op without it"
+        )
 
 
 def stored(module: nn.Module, name: str) -> list[Tensor]:

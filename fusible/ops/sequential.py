@@ -287,11 +287,12 @@ def _name_places(sequential: Sequential, partition: Partition) -> None:
 
 
 def _read_hooks(sequential: Sequential) -> None:
-    """Read, under the tracer, whether modules have hooks."""
+    """Read, under the tracer, whether modules have hooks, or a forward of their own."""
     for held, _ in _GLOBAL_HOOKS:
         bool(held)
     for module in sequential:
         for called in _with_parts(module):
+            bool(called.forward)
             for name in HOOKS:
                 bool(getattr(called, name))
         if type(module) is Sequential:

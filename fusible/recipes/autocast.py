@@ -68,7 +68,10 @@ def _repeated(runner: Repeatable) -> Recipe | None:
     # evaluation under no_grad and another recipe does not make the usual variant ambiguous.
     node = torch._C._current_autograd_node()
     reentrant = isinstance(node, CheckpointFunction._backward_cls)
-    forwards = [f for f in runner.forwards() if f.grad_enabled or reentrant]
+    known = list(runner.forwards())
+    forwards = [f for f in known if f.grad_enabled or reentrant]
+    # Without any, a checkpoint of another library runs again what it ran without gradients.
+    forwards = forwards or known
     recipes = {f.recipe for f in forwards} or {_thread.recipe}
     if len(recipes) > 1:
         names = ", ".join(sorted(r.name if r else "no recipe" for r in recipes))
@@ -78,6 +81,16 @@ def _repeated(runner: Repeatable) -> Recipe | None:
             "wrap the checkpointed function: checkpoint(keep_recipe(fn), ...)"
         )
     return recipes.pop()
+
+
+def _graph_task() -> int:
+    """The running backward pass, -1 outside of any; a constant of compiled code."""
+    return torch._C._current_graph_task_id()
+
+
+# As torch.compiler.assume_constant_result, which imports the compiler. A branch on is_compiling
+# would leave a scope that a graph break resumes with nothing to restore.
+_graph_task._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class _Scope(AbstractContextManager[None]):
@@ -90,8 +103,7 @@ class _Scope(AbstractContextManager[None]):
         # Of the thread, not of the scope, which several threads may enter.
         _thread.outer = _thread.recipe, _thread.graph_task, _thread.outer
         _thread.recipe = self._recipe
-        if not torch.compiler.is_compiling():
-            _thread.graph_task = torch._C._current_graph_task_id()
+        _thread.graph_task = _graph_task()
 
     def __exit__(self, *_: object) -> None:
         _thread.recipe, _thread.graph_task, _thread.outer = _thread.outer

@@ -122,8 +122,9 @@ class ByOp(Recipe):
     name: ClassVar[str] = "by_op"
     recipes: tuple[tuple[Any, Recipe | None], ...]
     """Types, weak references to modules, and their recipes, in order."""
-    number: int
-    """The same for equal mappings, for ``torch.compile``, which takes constants only."""
+    number: int | None
+    """With modules as keys: the same for equal mappings, for ``torch.compile``, to which a module
+    is no constant."""
 
     def __init__(self, recipes: Mapping[Any, Recipe | None]) -> None:
         if not recipes:
@@ -147,13 +148,14 @@ class ByOp(Recipe):
             (key if isinstance(key, type) else weakref.ref(key), recipe)
             for key, recipe in recipes.items()
         )
-        self.__dict__.update(recipes=given, number=_number_of(given))
+        has_modules = any([not isinstance(key, type) for key, _ in given])
+        self.__dict__.update(recipes=given, number=_number_of(given) if has_modules else None)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, ByOp) and self.number == other.number
+        return isinstance(other, ByOp) and self.recipes == other.recipes
 
     def __hash__(self) -> int:
-        return hash((ByOp, self.number))
+        return hash((ByOp, self.recipes))
 
     def __repr__(self) -> str:
         items = [(key() if isinstance(key, weakref.ref) else key, r) for key, r in self.recipes]
@@ -161,26 +163,30 @@ class ByOp(Recipe):
         return f"ByOp({{{', '.join(f'{kind}: {recipe!r}' for kind, recipe in kinds)}}})"
 
     def as_constants(self) -> tuple[Any, ...]:
-        """The class and the number."""
-        return ByOp, self.number
+        """The class, and the number or the types with the constants of their recipes."""
+        if self.number is not None:
+            return ByOp, self.number
+        return ByOp, *[(key, recipe and recipe.as_constants()) for key, recipe in self.recipes]
 
     @classmethod
     def of_constants(cls, values: list[Any]) -> Recipe:
-        """The one of a number."""
-        (number,) = values
+        """Undo `as_constants`."""
+        if not isinstance(values[0], int):
+            return ByOp({key: recipe and Recipe.from_constants(recipe) for key, recipe in values})
         made = ByOp.__new__(ByOp)
-        given = {its: given for given, its in _NUMBERS.copy().items()}.get(number)
+        given = {its: given for given, its in _NUMBERS.copy().items()}.get(values[0])
         if given is None:
             raise RuntimeError(
-                "recipes by op must have modules that exist as keys to be compiled, got one that "
-                "is gone; make the mapping anew"
+                "recipes by op must have modules that exist as keys to be compiled, and compiled "
+                "code must not be the first to use the mapping, got one that is not known; make "
+                "it, or use it once, outside of compiled code"
             )
-        made.__dict__.update(recipes=given, number=number)
+        made.__dict__.update(recipes=given, number=values[0])
         return made
 
 
 _NUMBERS: dict[tuple[Any, ...], int] = {}
-"""The numbers of mappings whose modules live."""
+"""The numbers of mappings that have modules as keys, all of which live."""
 _next_number = itertools.count()
 
 

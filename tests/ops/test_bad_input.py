@@ -20,6 +20,11 @@ def grouped(splits, rows=10, **options):
     return fz.GroupedLinear(4, 8, 6, **options)(torch.randn(rows, 8), splits)
 
 
+def replaced(op, name, value):
+    setattr(op, name, None if value is None else torch.nn.Parameter(value))
+    return op
+
+
 SPLITS = torch.tensor([3, 0, 4, 1])
 
 # what: (call, exception, what must hold, what it got, what to do or where)
@@ -428,6 +433,21 @@ CASES = {
         lambda: fz.LayerNorm((2, 8))(torch.randn(8)),
         ValueError,
         ("must end in the dimensions (2, 8)", "got shape (8,)", "input of LayerNorm"),
+    ),
+    "a weight of a norm of another shape": (
+        lambda: replaced(fz.RMSNorm(8), "weight", torch.ones(1))(torch.randn(3, 8)),
+        ValueError,
+        ("weight of RMSNorm must have shape (8,)", "got (1,)"),
+    ),
+    "a norm whose bias was removed": (
+        lambda: replaced(fz.LayerNorm(8), "bias", None)(torch.randn(3, 8)),
+        AttributeError,
+        ("bias of LayerNorm must be a tensor", "got None", "make an op without it"),
+    ),
+    "a bias of a linear without one": (
+        lambda: replaced(fz.Linear(8, 8, bias=False), "bias", torch.ones(8)),
+        TypeError,
+        ("made with bias=False must be None", "got Parameter", "make it with bias=True"),
     ),
     "weight of a norm on another device": (
         lambda: fz.LayerNorm(8, device="meta")(torch.randn(3, 8)),

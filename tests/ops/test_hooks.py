@@ -626,8 +626,44 @@ def test_a_forward_that_is_replaced():
     torch.testing.assert_close(fz.Sequential(*ops)(x), ops[1](ops[0](x)))
 
 
+@pytest.mark.parametrize("called", ["alone", "in a Sequential"])
+def test_a_subclass_with_its_own_forward_and_parameters(called):
+    class Lora(fz.Linear):
+        def __init__(self):
+            super().__init__(8, 8)
+            self.down, self.up = torch.nn.Linear(8, 2, bias=False), torch.nn.Linear(2, 8)
+
+        def forward(self, x):
+            return super().forward(x) + self.up(self.down(x))
+
+    lora, x = Lora(), torch.randn(5, 8, requires_grad=True)
+    module = lora if called == "alone" else fz.Sequential(lora, fz.GELU())
+    got = module(x)
+    linear = torch.nn.functional.linear
+    want = linear(x, lora.weight, lora.bias) + lora.up(lora.down(x))
+    want = want if called == "alone" else torch.nn.functional.gelu(want, approximate="tanh")
+    torch.testing.assert_close(got, want)
+    leaves = x, *lora.parameters()
+    assert len(leaves) == 6
+    of = torch.randn(5, 8)
+    torch.testing.assert_close(
+        torch.autograd.grad(got, leaves, of), torch.autograd.grad(want, leaves, of)
+    )
+
+
 @pytest.mark.usefixtures("fresh_compiler")
 class TestCompiled:
+    @pytest.mark.parametrize("which", ["linear", "activation", "nested"])
+    def test_a_forward_that_is_replaced_after_compiling(self, which):
+        nested = fz.Sequential(fz.GELU())
+        module, x = fz.Sequential(fz.Linear(8, 8), fz.ReLU(), nested), torch.randn(5, 8)
+        compiled = torch.compile(module, backend="eager")
+        compiled(x)
+        op = {"linear": module[0], "activation": module[1], "nested": nested[0]}[which]
+        op.forward = lambda x: 7 * x
+        got = compiled(x)
+        torch.testing.assert_close(got, module(x))
+
     def test_forward_hooks_on_parts_of_a_linear(self):
         linear, (x,) = fz.Linear(HIDDEN, HIDDEN), inputs("moe")
         for part in linear.basic_ops:

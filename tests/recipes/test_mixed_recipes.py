@@ -4,10 +4,12 @@ import gc
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
 import fusible as fz
 from fusible import recipes
+from fusible.extend import BasicOperation
 from fusible.recipes import ByOp, ByPass, QuantizedTensor
 from fusible.recipes.formats import nvfp4
 from fusible.testing import assume_target
@@ -289,6 +291,49 @@ def test_nothing_is_fused_over_two_recipes(target):
 
 
 @pytest.mark.usefixtures("fresh_compiler")
+def test_a_mapping_that_compiled_code_makes():
+    module, x = fz.Sequential(fz.Linear(32, 32), fz.GELU(), fz.Linear(32, 32)), torch.randn(8, 32)
+
+    def call(x):
+        with fz.autocast(recipe={fz.Linear: MXFP8}):
+            return module(x)
+
+    compiled = CompileCounter()
+    function = torch.compile(call, backend=compiled, fullgraph=True)
+    got = function(x)  # before eager code has made an equal one
+    assert torch.equal(got, call(x))
+    for other in (fz.BasicLinear, fz.Bias):
+        with fz.autocast(recipe={other: NVFP4}):
+            module(x)
+        function(x)
+    assert compiled.frame_count == 1
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_parts_of_a_run_have_their_own_recipes(reentrant):
+    """The formula is a part of the run by itself."""
+
+    class Squared(BasicOperation):
+        def formula(self, input):
+            return torch.relu(input).square()
+
+    module, x = fz.Sequential(fz.Linear(32, 32), Squared(), fz.Linear(32, 32)), torch.randn(64, 32)
+    by_op, dy = {module[0]: MXFP8, module[2]: AS_TRAINED}, torch.randn(64, 32)
+
+    def gradients(call):
+        module.zero_grad()
+        given = x.clone().requires_grad_()
+        with fz.autocast(recipe=by_op):
+            y = call(given)
+        y.backward(dy)
+        return [given.grad, *[p.grad.clone() for p in module.parameters()]]
+
+    want = gradients(module)
+    got = gradients(lambda x: checkpoint(module, x, use_reentrant=reentrant))
+    assert all(map(torch.equal, got, want))
+
+
+@pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_and_checkpointed():
     mlp = mlp_of(interleave=None)
     expected = step(mlp, {mlp[0]: NVFP4, mlp[2]: MXFP8})
@@ -400,7 +445,9 @@ def test_equal_mappings_are_one_recipe_and_modules_are_not_kept():
     assert one != ByOp({b: MXFP8, fz.Linear: None})
     assert one != ByOp({fz.Linear: None, a: MXFP8})
     assert repr(one) == "ByOp({Linear: MXFP8BlockScaling(), Linear: None})"
-    assert recipes.Recipe.from_constants(one.as_constants()) == one
+    of_types = ByOp({fz.GroupedLinear: ByPass(NVFP4, MXFP8), fz.Linear: None})
+    for mapping in (one, of_types):
+        assert recipes.Recipe.from_constants(mapping.as_constants()) == mapping
     nested = ByPass(NVFP4, MXFP8)
     assert recipes.Recipe.from_constants(nested.as_constants()) == nested
     assert recipes.Recipe.from_constants(ByPass(NVFP4, None).as_constants()) == ByPass(NVFP4, None)
@@ -414,7 +461,7 @@ def test_equal_mappings_are_one_recipe_and_modules_are_not_kept():
     assert gone == [True]
     assert "NoneType" in repr(one)
     ByOp({b: MXFP8})  # a new one drops those whose modules are gone
-    with pytest.raises(RuntimeError, match="make the mapping anew"):
+    with pytest.raises(RuntimeError, match="make it, or use it once"):
         recipes.Recipe.from_constants(one.as_constants())
 
 

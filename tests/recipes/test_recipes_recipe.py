@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusible as fz
 from fusible import recipes
-from fusible.recipes.autocast import Forward
+from fusible.recipes.autocast import Forward, current_recipe
 from fusible.recipes.formats import (
     E4M3,
     E5M2,
@@ -265,6 +265,60 @@ def test_autocast_decorates():
         assert call(torch.ones(1)) == 3
 
 
+LINEARS = fz.Linear(32, 32), fz.Linear(32, 32)
+SCOPE = fz.autocast(recipe=MX)
+
+
+def broken_by_call(x):
+    with fz.autocast(recipe=MX):
+        y = LINEARS[0](x)
+        torch._dynamo.graph_break()
+        return LINEARS[1](y)
+
+
+def broken_by_value(x):
+    with fz.autocast(recipe=MX):
+        y = LINEARS[0](x)
+        y.sum().item()
+        return LINEARS[1](y)
+
+
+def broken_within_two(x):
+    with fz.autocast(recipe=NV), fz.autocast(recipe=MX):
+        y = LINEARS[0](x)
+        torch._dynamo.graph_break()
+        return LINEARS[1](y)
+
+
+def broken_behind(x):
+    for _ in range(2):
+        with fz.autocast(recipe=MX):
+            y = LINEARS[1](LINEARS[0](x))
+        torch._dynamo.graph_break()
+    return y
+
+
+def made_outside(x):
+    with SCOPE:
+        return LINEARS[1](LINEARS[0](x))
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("outer", [None, NV], ids=["alone", "inside another"])
+@pytest.mark.parametrize(
+    "function", [broken_by_call, broken_by_value, broken_within_two, broken_behind, made_outside]
+)
+def test_a_scope_in_compiled_code_that_breaks_the_graph(function, outer):
+    x = torch.randn(64, 32)
+    with torch.no_grad(), fz.autocast(enabled=outer is not None, recipe=outer):
+        want, after = function(x), LINEARS[0](x)
+        compiled = torch.compile(function, backend="eager")
+        for _ in range(2):
+            assert torch.equal(compiled(x), want)
+            assert torch.equal(LINEARS[0](x), after)
+    assert current_recipe() is None
+
+
 def test_a_compiled_graph_follows_the_recipe():
     def step(x):
         recipe = recipes.current_recipe()
@@ -380,6 +434,46 @@ def test_evaluation_under_another_recipe_does_not_confuse_a_checkpoint():
         model(torch.ones(32, 128))
     gradient(model, nonreentrant, MX)
     assert model.seen == [None, MX, MX]
+
+
+class RunAgain(torch.autograd.Function):
+    """A checkpoint as other libraries have it."""
+
+    @staticmethod
+    def forward(ctx, function, x):
+        ctx.function = function
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return function(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.function(x)
+        torch.autograd.backward(y, dy)
+        return None, x.grad
+
+
+def test_a_checkpoint_of_another_library():
+    model = fz.Sequential(fz.Linear(64, 64), fz.GELU(), fz.Linear(64, 64))
+    x, dy = torch.randn(32, 64).requires_grad_(), torch.randn(32, 64)
+
+    def gradients(call):
+        x.grad = None
+        model.zero_grad()
+        with fz.autocast(recipe=MX):
+            y = call(x)
+        y.backward(dy)
+        return [x.grad, *[p.grad.clone() for p in model.parameters()]]
+
+    want = gradients(fz.Sequential(*model))
+    for _ in range(2):
+        ref.assert_equal(gradients(lambda x: RunAgain.apply(model, x)), want)
+    with torch.no_grad(), fz.autocast(recipe=NV):
+        model(x)
+    ref.assert_equal(gradients(lambda x: RunAgain.apply(model, x)), want)
 
 
 def test_a_module_that_runs_in_backward_only_follows_the_scope():
