@@ -7,8 +7,9 @@ the layers of a model; times are those of one.
 
 The least time of a block is that of reading the weights of the experts that its tokens chose, once,
 at the rate at which this GPU sums up a large tensor. Compared with plain PyTorch in a graph of its
-own, and with blocks whose weights are stored in the formats of recipes; all graphs of a cell run
-interleaved, each from a flushed L2 cache, timed by CUDA events.
+own, with blocks whose weights are stored in the formats of recipes, and with one of these under its
+recipe, by FP8 products; all graphs of a cell run interleaved, each from a flushed L2 cache, timed by
+CUDA events.
 """
 
 import argparse
@@ -40,6 +41,8 @@ STORED = {
     "FP8 block": fz.recipes.Float8BlockScaling(),
     "NVFP4": fz.recipes.NVFP4BlockScaling(),
 }
+UNDER_RECIPE = "FP8 products"
+"""The blocks of "FP8 block", which quantize the inputs of products too."""
 TOKENS = (1, 2, 4, 8, 16, 32, 64)
 PROFILED = (1, 32)
 
@@ -89,6 +92,12 @@ def kernels_of(graph: torch.cuda.CUDAGraph) -> list[tuple[str, float]]:
     return [(e.name[:60], e.device_time) for e in events if e.device_time > 0]
 
 
+def run(name: str, module: fz.Sequential, *inputs: Tensor) -> Tensor:
+    """The output of a block, or of its experts."""
+    with fz.autocast(enabled=name == UNDER_RECIPE, recipe=STORED["FP8 block"]):
+        return module(*inputs)
+
+
 def in_turn(calls: list[Callable[[], Any]]) -> None:
     """Call each."""
     for call in calls:
@@ -110,20 +119,21 @@ def cell(layers: dict[str, list[fz.Sequential]], shape: Shape, rate: float) -> d
     used = [block[0](x)[2].unique().numel() for block in layers["BF16"]]
     calls: dict[str, list[Callable[[], Any]]] = {"PyTorch": [partial(one, x) for one in plain]}
     for name, blocks in layers.items():
-        calls[name] = [partial(block, x) for block in blocks]
+        calls[name] = [partial(run, name, block, x) for block in blocks]
         calls[f"{name} experts"] = []
         for block in blocks:
             _, probs, ids = block[0](x)
             rows, splits, scales, _ = block[1](x, probs, ids)
             experts = fz.Sequential(*block[2:5])
-            calls[f"{name} experts"].append(partial(experts, rows, splits, scales, splits))
+            inputs = rows, splits, scales, splits
+            calls[f"{name} experts"].append(partial(run, name, experts, *inputs))
     graphs = {name: graph_of(partial(in_turn, each)) for name, each in calls.items()}
     ms = measure_in_turn({name: graph.replay for name, graph in graphs.items()})
     first = {name: blocks[0] for name, blocks in layers.items()}
     bytes_of = {n: sum(nbytes(b[i].weight) for i in (2, 4)) for n, b in first.items()}
     share = sum(used) / count / shape.experts
     want = plain[0](x).float()
-    off = {n: (b(x).float() - want).norm() / want.norm() for n, b in first.items()}
+    off = {n: (run(n, b, x).float() - want).norm() / want.norm() for n, b in first.items()}
     found = {
         "tokens": shape.tokens,
         "layers": count,
@@ -164,6 +174,7 @@ def main() -> None:
             layers[name] = [
                 fz.quantize_(copy.deepcopy(block), recipe, usage="inference") for block in blocks
             ]
+        layers[UNDER_RECIPE] = layers["FP8 block"]
         for tokens in TOKENS:
             found = cell(layers, MODELS[model]._replace(tokens=tokens), rate)
             report["cells"].append({"model": model, **found})

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
+from fusible.calls import is_traced
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.kernels import grouped
@@ -35,6 +36,7 @@ from fusible.recipes.product import (
 from fusible.recipes.quantize_ops import compute_dtype, dequantize_matrix
 from fusible.recipes.recipe import Recipe, Role
 from fusible.recipes.stored import StoredWeights
+from fusible.recipes.tensor import QuantizedTensor
 
 Saved = tuple[Tensor | None, ...]
 
@@ -419,12 +421,21 @@ def _matmul(
             options = bias, row_scale, transpose_w, out, x_scale, w_scale
             # Not if a weight has just been made of its parameter.
             pairs = zip(w, ctx.parameters, strict=False) if ctx.reads_ahead else ()
-            ahead = ctx.reads_ahead and all([own is of for own, of in pairs])
+            ahead = ctx.reads_ahead and all([_is_memory_of(*pair) for pair in pairs])
             tail = ctx.zero_tail
             y = grouped.grouped_mm(x, w, ends, *options, zero_tail=tail, reads_ahead=ahead)
             return cast(y, ctx.dtype)
     y = cast(y, ctx.dtype)
     return y if out is None else out.copy_(y)
+
+
+def _is_memory_of(weight: Tensor, parameter: Tensor) -> bool:
+    """Whether an operand is a parameter, or what that is stored as, not computed of it."""
+    if weight is parameter:
+        return True
+    if is_traced() or not isinstance(parameter, QuantizedTensor):
+        return False
+    return weight.data_ptr() in [piece.data_ptr() for piece in parameter.pieces().values()]
 
 
 def _are_stored(weights: Any) -> TypeGuard[list[QuantizedMatrix]]:

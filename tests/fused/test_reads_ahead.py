@@ -1,6 +1,7 @@
 """Where a product reads weights, or a sum its row map, before the kernel ahead has ended."""
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -15,18 +16,19 @@ from fusible.testing import assume_target
 BF16, GROUPS, FEATURES, ROWS = torch.bfloat16, 4, 64, 8
 
 
-def mlp(**options):
+def mlp(features=FEATURES, **options):
     options = {"bias": False, "dtype": BF16, "single_grouped_weight": True} | options
     return fz.Sequential(
-        fz.GroupedLinear(GROUPS, FEATURES, 2 * FEATURES, **options),
+        fz.GroupedLinear(GROUPS, features, 2 * features, **options),
         fz.SwiGLU(),
-        fz.GroupedLinear(GROUPS, FEATURES, FEATURES, **options),
+        fz.GroupedLinear(GROUPS, features, features, **options),
     )
 
 
 def read_ahead(model, by_ops=False, recipe=None):
     """The kind of each product of a forward, and whether it reads ahead."""
-    x, splits = torch.randn(ROWS, FEATURES).to(BF16), torch.full((GROUPS,), ROWS // GROUPS)
+    x, splits = torch.randn(ROWS, model[0].in_features), torch.full((GROUPS,), ROWS // GROUPS)
+    x = x.to(BF16)
     path, scope = ops_only() if by_ops else nullcontext(), fz.autocast(bool(recipe), recipe=recipe)
     with sm90_on_cpu() as loaded, assume_target("sm90"), path, scope:
         model(x, splits, splits)
@@ -52,9 +54,15 @@ def mixed():
 def separate():
     """Weights behind a table."""
     model = mlp(single_grouped_weight=False)
-    for name, p in [*model[2].named_parameters()]:
-        setattr(model[2], name, torch.nn.Parameter(p.detach().clone()))
+    for i, (name, p) in enumerate([*model[2].named_parameters()]):
+        setattr(model[2], name, torch.nn.Parameter(moved(p.detach(), i)))
     return model
+
+
+def moved(t, i):
+    """A copy behind a gap, which is larger for each: not at equal distances."""
+    memory = t.new_empty(i + 2, *t.shape)
+    return memory[i + 1].copy_(t)
 
 
 def strided():
@@ -65,10 +73,10 @@ def strided():
     return model
 
 
-def stored():
-    """Weights that every forward dequantizes."""
+def stored(**options):
+    """Weights that every forward dequantizes, but by FP8 products."""
     with fz.quantized_model_init(recipe=BLOCK_FP8):
-        return mlp()
+        return mlp(**options)
 
 
 @pytest.mark.parametrize("build", [mixed, separate, strided, stored])
@@ -76,8 +84,24 @@ def test_not_of_weights_that_have_just_been_made(build):
     assert read_ahead(build()) == [("glu", False), ("store", False)]
 
 
-def test_not_by_fp8_products():
-    assert read_ahead(mlp(), recipe=BLOCK_FP8) == [("glu", False), ("store", False)]
+@pytest.mark.parametrize("single", [True, False], ids=["single", "side by side"])
+def test_of_stored_fp8_weights(single):
+    model = stored(features=512, single_grouped_weight=single)
+    with torch.no_grad():
+        of_ops = read_ahead(model, by_ops=True, recipe=BLOCK_FP8)
+    assert of_ops == [("glu", False), ("store", True)]
+
+
+def test_not_of_fp8_weights_that_have_just_been_quantized():
+    """Nor of stored ones that are copied to lie side by side."""
+    apart = stored(features=512, single_grouped_weight=False)
+    for i, (name, p) in enumerate([*apart[2].named_parameters()]):
+        pieces = p.detach().map_pieces(partial(moved, i=i))
+        setattr(apart[2], name, torch.nn.Parameter(pieces))
+    for model in (mlp(512), apart):
+        with torch.no_grad():
+            of_ops = read_ahead(model, by_ops=True, recipe=BLOCK_FP8)
+        assert of_ops == [("glu", False), ("store", False)]
 
 
 def test_not_a_linear_by_itself():

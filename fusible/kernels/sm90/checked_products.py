@@ -131,7 +131,8 @@ def _scaled_operands(
     products = cached_products(x.device, x.dtype, *layout_of, for_rows, weight.dtype)
     assert products is not None
     scales = scales_by_row(x_scale, w_scale)
-    return _Operands(x, 0, [weight], shape, weight.data_ptr(), 0, products, scales)
+    w = w if weight is w[0] else [weight]
+    return _Operands(x, 0, w, shape, weight.data_ptr(), 0, products, scales)
 
 
 def _aligned(t: Tensor) -> Tensor:

@@ -228,7 +228,7 @@ class Spec(NamedTuple):
         """
         tile = self.tile
         alone = not tile.dynamic and tile.cluster_m * tile.cluster_n == 1
-        return self.kind == "store" and alone and not (self.table or self.is_fp8)
+        return self.kind == "store" and alone and not self.table
 
     @property
     def stage_bytes(self) -> int:

@@ -265,7 +265,6 @@ def test_the_activations_backward_takes_turns(kind):
         Spec("store", Tile(64, 128, dynamic=True), reads_ahead=True),
         Spec("act", Tile(64, 128), reads_ahead=True, activation="gelu"),
         Spec("store", Tile(64, 128), reads_ahead=True, table=True),
-        Spec("store", Tile(64, 128), "float8_e4m3fn", b_scale_layout="blocks", reads_ahead=True),
     ],
     ids=str,
 )

@@ -57,7 +57,7 @@ class GroupedGemm:
                 )
         if spec.reads_ahead and not spec.can_read_ahead:
             raise ValueError(
-                "only a plain product of BF16 or FP16 weights without a table, in tiles that are "
+                "only a plain product of weights without a table, in tiles that are "
                 f"neither dynamic nor of clusters, can read ahead, got {spec}; pass "
                 "reads_ahead=False"
             )

@@ -115,13 +115,14 @@ def load_operands(
     read, valid, group, m, n, start, rows = tiles.next(tiles.begin())
     loaded = Int32(0)  # steps of the first tile whose weights are loaded ahead
     if const_expr(spec.reads_ahead):
-        if valid:
+        if valid & (which == 0):  # the first tile is of the first ring
             coord = tile_coord(spec, in_cluster, group, m, n, start, rows)
             boxes_b = _weight_boxes(spec, problem, operands, group, coord.column, in_cluster)
-            loaded = cutlass.min(steps_of(spec, problem, group, rows), spec.stages)
+            loaded = cutlass.min(steps_of(spec, problem, group, rows), spec.stages // spec.rings)
             for step in cutlass.range(loaded, unroll=1):
-                ring.producer_acquire(state)
-                _load_weights(spec, ring, state, load_b, boxes_b, step, mask_b)
+                at = in_ring(spec, state, which)
+                ring.producer_acquire(at)
+                _load_weights(spec, ring, at, load_b, boxes_b, step, mask_b)
                 state.advance()
         wait()
         state = ring_state(spec, pipeline.PipelineUserType.Producer)
