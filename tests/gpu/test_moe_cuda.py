@@ -16,6 +16,7 @@ from fusible.kernels.moe import definitions
 from fusible.kernels.moe.peers import PeerRows
 from fusible.kernels.moe.spec import FUSED_ROUTER_TOKENS, SortSpec
 from fusible.kernels.sm90.grouped_products import WeightProducts
+from fusible.recipes import Float8BlockScaling
 from fusible.recipes.formats import E5M2, fp8_block
 
 pytestmark = pytest.mark.gpu
@@ -650,16 +651,20 @@ def waits_first(patch, owner, name):
 
 @pytest.mark.parametrize("tokens", [1, 4, 9, 64])
 @pytest.mark.parametrize("router", ROUTERS)
-def test_decoding_in_a_graph(tokens, router, monkeypatch):
+@pytest.mark.parametrize("recipe", [None, Float8BlockScaling()], ids=["", "fp8"])
+def test_decoding_in_a_graph(tokens, router, recipe, monkeypatch):
     """What is read before the kernel ahead has ended is that of this layer and of this replay."""
     blocks = [make_block(**ROUTERS[router]).bfloat16().cuda() for _ in range(12)]
+    if recipe is not None:
+        blocks = [fz.quantize_(block, recipe, usage="inference") for block in blocks]
     x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
 
     @torch.no_grad()
     def layers():
         found = [x]
-        for block in blocks:
-            found.append(block(found[-1]) + found[-1])
+        with fz.autocast(enabled=recipe is not None, recipe=recipe):
+            for block in blocks:
+                found.append(block(found[-1]) + found[-1])
         return found[1:]
 
     graph, captured = graph_of(layers)
