@@ -292,7 +292,7 @@ def _read_hooks(sequential: Sequential) -> None:
         bool(held)
     for module in sequential:
         for called in _with_parts(module):
-            bool(called.forward)
+            _ = called.forward
             for name in HOOKS:
                 bool(getattr(called, name))
         if type(module) is Sequential:
