@@ -34,7 +34,7 @@ class MoEExperts(FusedOperation):
 
     Rows, the ``top_k`` copies of each token, are the largest tensors of a block. In the backward
     they are freed after their last read; with ``recompute_rows`` the forward does not save them.
-    Kernels that quantize gather rows as they read: rows are not written.
+    FP8 kernels gather tokens while they quantize them: rows are not written in BF16.
     """
 
     _basic_ops: tuple[Dispatch, GroupedLinear, Activation, GroupedLinear, Combine]
@@ -75,28 +75,27 @@ class MoEExperts(FusedOperation):
             for ctx in ctxs:
                 ctx.zero_tail = False
         choices = dispatch.choices(first, x, *extra[0])
-        fmt = None
-        if gathers and not first.requires_grad:
-            fmt = kernels.rows_format(middle[0], choices.x.dtype)
+        fmt = None if first.requires_grad else kernels.rows_format(middle[0], choices.x.dtype)
         rows: Any
-        if fmt is not None:
-            gathers = False
-            rows, *outputs = dispatch.quantized(first, choices, fmt)
+        if not gathers:
+            rows, *outputs = dispatch.scattered(first, choices)
+        elif fmt is None:
+            rows, *outputs = dispatch.gathered(first, choices)
         else:
-            rows, *outputs = (dispatch.gathered if gathers else dispatch.scattered)(first, choices)
+            rows, *outputs = dispatch.quantized(first, choices, fmt)
         own = dict(zip(dispatch.extra_output_names, outputs, strict=True))
         # What the dispatch gives to the others arrives as None.
         extra_inputs = [
             [own[op.extra_input_name(i)] if t is None else t for i, t in enumerate(of_op)]
             for op, of_op in zip(self._basic_ops, extra, strict=True)
         ]
-        first.gathers = gathers
+        first.gathers = isinstance(rows, GatheredRows)
         # Which of the activation, FC2's bias and the combine take its scales.
         first.gives_scales = [None in of_op[-1:] for of_op in extra[2:]]
         y, _ = self._mlp.forward_impl(middle, rows, extra_inputs[1:4])
         last.reads_ahead = extra[4][0] is None  # its own row map, written before the products
         y = combine.forward_impl(last, y, *extra_inputs[4])
-        if gathers:
+        if first.gathers:
             last.save_for_backward(rows.index)
         elif first.requires_grad and _recomputes_rows(dispatch, kernels, middle[0]):
             assert isinstance(choices.x, Tensor)

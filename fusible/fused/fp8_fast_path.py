@@ -7,8 +7,7 @@ its quantizers have made, which need no check.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +16,11 @@ from fusible.fused.sm90_fp8_kernels import epilogue_quantizes, quantize_weights_
 from fusible.fuser.plan import Plan
 from fusible.fuser.plan_key import PlanKey
 from fusible.kernels import grouped
+from fusible.kernels.grouped.vectors import launch_group_ends
 from fusible.kernels.quantize.glu_backward import (
-    Inputs,
-    Wanted,
+    GluBackwardInputs,
+    GluBackwardPieces,
+    GluBackwardUses,
     glu_backward_pieces,
     launch_glu_backward,
     writes_activation,
@@ -27,98 +28,82 @@ from fusible.kernels.quantize.glu_backward import (
 from fusible.kernels.quantize.k_major import (
     RowsToQuantize,
     ScaledMatrix,
-    StoredColumns,
-    StoredRows,
+    StoredOperand,
     launch_quantize,
     quantize_pieces,
 )
 from fusible.kernels.runtime.launch import TENSOR_TYPES, aligned
-from fusible.kernels.sm90.grouped_products import ProductsByRows
+from fusible.kernels.sm90.grouped_products import (
+    ProductsByRows,
+    stored_scales_by_reduction,
+    stored_scales_by_row,
+)
 from fusible.ops.grouped_fast_path import AccumulatingContexts, GroupedFastPath
+from fusible.ops.grouped_kernels import is_memory_of
 from fusible.ops.op import Grads
 from fusible.recipes.formats import NumberFormat
 from fusible.recipes.tensor import QuantizedTensor
 
 
-@dataclass(frozen=True)
-class _Launches:
-    """The launches of a linear, of operands that need no check; its products by rows."""
+class _Products(NamedTuple):
+    """The products of a linear, by rows, of operands that need no check."""
 
     forward: ProductsByRows
     dgrad: ProductsByRows
     wgrad: ProductsByRows
 
-    quantize = staticmethod(launch_quantize)
-    glu_backward = staticmethod(launch_glu_backward)
-
     def product(
         self,
-        x: StoredRows,
+        x: StoredOperand,
         w: ScaledMatrix,
         ends: Tensor,
         bias: Tensor | None,
         row_scale: Tensor | None,
+        reads_ahead: bool,
     ) -> Tensor:
         """``x @ w[e].T + bias[e] * row_scale``."""
-        return _product(self.forward, x, w, ends, bias, row_scale)
+        return _product(self.forward, x, w, ends, bias, row_scale, reads_ahead)
 
-    def data_grad(self, dy: StoredRows, w: ScaledMatrix, ends: Tensor) -> Tensor:
+    def data_grad(self, dy: StoredOperand, w: ScaledMatrix, ends: Tensor) -> Tensor:
         """``dy @ w[e].T``, of transposed weights."""
         return _product(self.dgrad, dy, w, ends)
 
-    def weight_grad(self, dy: StoredColumns, x: StoredColumns, ends: Tensor) -> Tensor:
+    def weight_grad(self, dy: StoredOperand, x: StoredOperand, ends: Tensor) -> Tensor:
         """``dy.T @ x`` of each group."""
-        launches = self.wgrad(dy.data.shape[1])
-        scales = _scales_by_reduction(dy.scale, x.scale)
+        products = self.wgrad(dy.data.shape[1])
+        scales = stored_scales_by_reduction(dy.scale, x.scale)
         # Without `out` there is a result.
-        return launches.wgrad(dy.data.t(), x.data.t(), ends, operand_scales=scales)  # type: ignore[return-value]
+        return products.wgrad(dy.data.t(), x.data.t(), ends, operand_scales=scales)  # type: ignore[return-value]
 
 
 def _product(
     by_rows: ProductsByRows,
-    x: StoredRows,
+    x: StoredOperand,
     w: ScaledMatrix,
     ends: Tensor,
     bias: Tensor | None = None,
     row_scale: Tensor | None = None,
+    reads_ahead: bool = False,
 ) -> Tensor:
-    launches, scales = by_rows(x.data.shape[0]), _scales_by_row(x.scale, w.scale)
-    address = w.data.data_ptr()
-    return launches.forward(x.data, address, ends, bias, row_scale, operand_scales=scales)
+    products, scales = by_rows(x.data.shape[0]), stored_scales_by_row(x.scale, w.scale)
+    operands = x.data, w.data.data_ptr(), ends, bias, row_scale
+    return products.forward(*operands, operand_scales=scales, reads_ahead=reads_ahead)
 
 
-def _scales_by_row(x_scale: Tensor, w_scale: Tensor) -> tuple[int, ...]:
-    """`scales_by_row`, of those of rows as they are stored."""
-    of_blocks = x_scale.stride(0) if x_scale.dim() == 2 else 0
-    return x_scale.data_ptr(), w_scale.data_ptr(), 1, of_blocks, *w_scale.stride()
-
-
-def _scales_by_reduction(dy_scale: Tensor, x_scale: Tensor) -> tuple[int, ...]:
-    """`scales_by_reduction`, of scales as they are stored."""
-    (dy_block, dy_pitch), (x_block, x_pitch) = [
-        scale.stride() if scale.dim() == 2 else (1, 0) for scale in (dy_scale, x_scale)
-    ]
-    return dy_scale.data_ptr(), x_scale.data_ptr(), dy_pitch, dy_block, 0, x_pitch, x_block
-
-
-@dataclass(frozen=True)
-class _LibraryOps:
-    """The gradients of `_Launches`, of operands that must be checked or traced."""
+class _LibraryProducts(NamedTuple):
+    """Those of a backward by library ops, of operands that must be checked or traced."""
 
     x_format: NumberFormat
     dy_format: NumberFormat
 
-    quantize = staticmethod(quantize_pieces)
-    glu_backward = staticmethod(glu_backward_pieces)
-
-    def data_grad(self, dy: StoredRows, w: ScaledMatrix, ends: Tensor) -> Tensor:
+    def data_grad(self, dy: StoredOperand, w: ScaledMatrix, ends: Tensor) -> Tensor:
         """``dy @ w[e].T``, of transposed weights."""
-        row = dy.operand(self.dy_format)
+        row = dy.row(self.dy_format)
         return grouped.grouped_mm(row.data, [w.data], ends, x_scale=row.scale, w_scale=w.scale)
 
-    def weight_grad(self, dy: StoredColumns, x: StoredColumns, ends: Tensor) -> Tensor:
+    def weight_grad(self, dy: StoredOperand, x: StoredOperand, ends: Tensor) -> Tensor:
         """``dy.T @ x`` of each group."""
-        a, b = dy.operand(self.dy_format), x.operand(self.x_format)
+        a, b = dy.column(self.dy_format), x.column(self.x_format)
         return grouped.grouped_wgrad(a.data, b.data, ends, None, a.scale, b.scale)
 
 
@@ -133,19 +118,18 @@ class Fp8MLPFastPath(GroupedFastPath):
     @classmethod
     def _products_of(
         cls, plan: Plan, op: Any, device: torch.device, dtype: torch.dtype
-    ) -> _Launches | None:
+    ) -> _Products | None:
         """See the base class."""
         recipe = plan.recipes[0][0].of_fp8_products
         formats = [recipe.format(role) for role in ("input", "weight", "grad")]
         x, w, dy = [fmt.element.dtype for fmt in formats]
         groups, columns, depth = op.num_groups, op.out_features, op.in_features
-        launches = _Launches(
+        products = _Products(
             ProductsByRows(device, x, groups, columns, depth, w),
             ProductsByRows(device, dy, groups, depth, columns, w),
             ProductsByRows(device, dy, groups, columns, depth, x),
         )
-        products = launches.forward, launches.dgrad, launches.wgrad
-        return launches if all([one.is_supported for one in products]) else None
+        return products if all([of.is_supported for of in products]) else None
 
     def __init__(
         self, plan: Plan, key: PlanKey, ops: Sequence[Any], products: Sequence[Any]
@@ -163,6 +147,13 @@ class Fp8MLPFastPath(GroupedFastPath):
         self._recomputes_act = needs_w2 and not self._saves_act
         formats = self._dy_format, self._x_format
         self._writes_act = writes_activation(self._glu, fc1.op.out_features, *formats)
+        self._uses = GluBackwardUses(
+            activation=self._recomputes_act and self._writes_act,
+            rowwise=fc1.needs.input,
+            columnwise=fc1.needs.params[0],
+            values=fc1.op.has_bias and fc1.needs.params[-1],
+        )
+        self._library = _LibraryProducts(self._x_format, self._dy_format)
 
     def prepared(self, *operands: Tensor) -> Any:
         """Whether these operands are supported: True, or None."""
@@ -191,35 +182,44 @@ class Fp8MLPFastPath(GroupedFastPath):
         """The output, and what the backward reads."""
         x, split_sizes, params = operands[0], operands[1], operands[self._first_param :]
         scales, row_scale = self._scales_of(operands)
-        (fc1, fc2), fmt = self._linears, self._x_format
-        launches = fc1.products.forward(x.shape[0])
-        ends = launches.ends(split_sizes, x.shape[0])
-        pieces = fc1.products.quantize(RowsToQuantize(x, ends), fmt, True, fc1.needs.params[0])
-        row, column = _row_and_column(pieces)
+        fc1, fc2 = self._linears
+        ends = launch_group_ends(split_sizes, x.shape[0])
+        x_row, x_column = self._quantized(x, ends, columnwise=fc1.needs.params[0])
         w, dgrad_w1 = self._weights(fc1, params)
-        preact, *act = launches.glu(
-            row.data,
+        preact, act, *act_scale = fc1.products.forward(x.shape[0]).glu(
+            x_row.data,
             w.data.data_ptr(),
             ends,
             scales,
             self._glu,
             fc1.first_bias(params),
             self._trains,
-            operand_scales=_scales_by_row(row.scale, w.scale),
-            out_format=fmt if self._quantizes_act else None,
+            operand_scales=stored_scales_by_row(x_row.scale, w.scale),
+            out_format=self._x_format if self._quantizes_act else None,
         )
-        del pieces, row, w  # their memory serves what follows
-        of_act: Sequence[Tensor | None] = (None, None)
-        if not self._quantizes_act:
-            rows = RowsToQuantize(act.pop(), ends)
-            act = fc2.products.quantize(rows, fmt, True, self._saves_act)
-            of_act = act[2:4]
+        del x_row, w  # their memory serves what follows
+        act_column: Sequence[Tensor | None] = (None, None)
+        if self._quantizes_act:
+            act_row = StoredOperand(act, *act_scale)
+        else:
+            act_row, act_column = self._quantized(act, ends, columnwise=self._saves_act)
+        del act
         w, dgrad_w2 = self._weights(fc2, params)
-        bias = fc2.first_bias(params)
-        y = fc2.products.product(StoredRows(*act[:2]), w, ends, bias, row_scale)
+        # FC1 wrote neither group ends nor stored weights.
+        ahead = is_memory_of(w.data, params[fc2.weights.start])
+        y = fc2.products.product(act_row, w, ends, fc2.first_bias(params), row_scale, ahead)
+        columns = *x_column[:2], *act_column[:2]
         weights = [(None, None) if w is None else w[:2] for w in (dgrad_w1, dgrad_w2)]
-        saved = *column[:2], *of_act, ends, scales, preact, row_scale, fc2.saved_bias(params)
+        saved = *columns, ends, scales, preact, row_scale, fc2.saved_bias(params)
         return y, (*saved, *weights[0], *weights[1])
+
+    def _quantized(
+        self, x: Tensor, ends: Tensor, *, columnwise: bool
+    ) -> tuple[StoredOperand, StoredOperand]:
+        """An input of a linear, row-wise and, if needed, column-wise, by one launch."""
+        rows = RowsToQuantize(x, ends)
+        pieces = launch_quantize(rows, self._x_format, rowwise=True, columnwise=columnwise)
+        return StoredOperand(*pieces[:2]), StoredOperand(*pieces[2:])
 
     def backward(
         self,
@@ -231,59 +231,55 @@ class Fp8MLPFastPath(GroupedFastPath):
         """The gradients of the operands."""
         x, x_scale, act, act_scale, ends, scales, preact, row_scale, bias2, *weights = saved
         w1, w2 = ScaledMatrix(*weights[:2]), ScaledMatrix(*weights[2:])
-        (fc1, fc2), dy, formats = self._linears, grad_output, (self._x_format, self._dy_format)
+        (fc1, fc2), dy = self._linears, grad_output
         # What hooks give back may lie anywhere.
         direct = not held and self._call_fits([((dy,), (dy.shape[0], fc2.op.out_features), 0)])
-        library = _LibraryOps(*formats)
-        first, second = [of.products if direct else library for of in self._linears]
-        source, needs_w2 = RowsToQuantize(dy, ends), fc2.needs.params[0]
-        dy_row, dy_column = _row_and_column(second.quantize(source, formats[1], True, needs_w2))
+        first, second = [of.products if direct else self._library for of in self._linears]
+        quantize = launch_quantize if direct else quantize_pieces
+        rows = RowsToQuantize(dy, ends)
+        pieces = quantize(rows, self._dy_format, rowwise=True, columnwise=fc2.needs.params[0])
+        dy_row, dy_column = StoredOperand(*pieces[:2]), StoredOperand(*pieces[2:])
         dact = second.data_grad(dy_row, w2, ends)
-        del dy_row  # its memory serves what follows
-        dpreact, column, dscales, values, hidden = self._activation_grads(
-            second, Inputs(dact, preact, scales, ends)
-        )
+        del pieces, dy_row  # their memory serves what follows
+        d = self._activation_grads(GluBackwardInputs(dact, preact, scales, ends), direct)
         del dact
-        biases1 = fc1.bias_grads(values, ends)
-        del values
+        biases1 = fc1.bias_grads(d.dpreact if self._uses.values else None, ends)
+        dpreact_row = StoredOperand(d.row, d.row_scale)
+        dpreact_column = StoredOperand(d.column, d.column_scale, d.ends)
+        act_column = StoredOperand(d.act, d.act_scale)
+        dscales = d.dscales
+        del d
         if self._saves_act:
-            hidden = StoredColumns(act, act_scale)
-        weights2 = self._weight_grads(fc2, second, dy_column, hidden, contexts)
-        del dy_column, hidden
-        dx = first.data_grad(dpreact, w1, ends) if fc1.needs.input else None
-        del dpreact
-        weights1 = self._weight_grads(fc1, first, column, StoredColumns(x, x_scale), contexts)
+            act_column = StoredOperand(act, act_scale)
+        weights2 = self._weight_grads(fc2, second, dy_column, act_column, contexts)
+        del dy_column, act_column
+        dx = first.data_grad(dpreact_row, w1, ends) if fc1.needs.input else None
+        del dpreact_row
+        x_column = StoredOperand(x, x_scale)
+        weights1 = self._weight_grads(fc1, first, dpreact_column, x_column, contexts)
         params1, params2 = (*weights1, *biases1), (*weights2, *fc2.bias_grads(dy, ends, row_scale))
         of_scales = () if scales is None else (dscales,)
         of_bias = () if row_scale is None else fc2.scale_grads(dy, ends, row_scale, bias2)
         return dx, None, *of_scales, None, *of_bias, *params1, *params2
 
-    def _activation_grads(
-        self, products: _Launches | _LibraryOps, inputs: Inputs
-    ) -> tuple[StoredRows, StoredColumns, Tensor, Tensor | None, StoredColumns]:
-        """The pre-activation's gradient for both products, that of the scales, the former in BF16
-        if the bias needs it, and the activation if it was not saved.
-        """
-        fc1, ends = self._linears[0], inputs.ends
-        needs_values, needs_w1 = fc1.op.has_bias and fc1.needs.params[-1], fc1.needs.params[0]
-        activation = self._recomputes_act and self._writes_act
-        wanted = Wanted(activation, fc1.needs.input, needs_w1, needs_values)
+    def _activation_grads(self, inputs: GluBackwardInputs, direct: bool) -> GluBackwardPieces:
+        """The backward of the activation, with the activation itself if it was not saved."""
+        backward = launch_glu_backward if direct else glu_backward_pieces
         formats = self._dy_format, self._x_format
-        *pieces, dscales, values, act, act_scale = products.glu_backward(
-            inputs, self._glu, *formats, wanted
-        )
-        hidden = StoredColumns(act, act_scale)
+        d = GluBackwardPieces(*backward(inputs, self._glu, *formats, self._uses))
         if self._recomputes_act and not self._writes_act:
-            rows = RowsToQuantize(self._glu.forward(inputs.preact, inputs.scales), ends)
-            hidden = _row_and_column(products.quantize(rows, self._x_format, False, True))[1]
-        return *_row_and_column(pieces), dscales, values if needs_values else None, hidden
+            quantize = launch_quantize if direct else quantize_pieces
+            act = RowsToQuantize(self._glu.forward(inputs.preact, inputs.scales), inputs.ends)
+            made = quantize(act, self._x_format, rowwise=False, columnwise=True)
+            d = d._replace(act=made[2], act_scale=made[3])
+        return d
 
     def _weight_grads(
         self,
         linear: Any,
-        products: _Launches | _LibraryOps,
-        dy: StoredColumns,
-        x: StoredColumns,
+        products: _Products | _LibraryProducts,
+        dy: StoredOperand,
+        x: StoredOperand,
         contexts: AccumulatingContexts,
     ) -> Grads:
         """The gradients of a linear's weights."""
@@ -291,9 +287,5 @@ class Fp8MLPFastPath(GroupedFastPath):
             return (None,) * linear.op.num_weights
         operands: Any = dy, x
         if linear.op.accumulates_grads:
-            operands = dy.operand(self._dy_format), x.operand(self._x_format)
+            operands = dy.column(self._dy_format), x.column(self._x_format)
         return linear.weight_grads(products.weight_grad, *operands, dy.ends, contexts)
-
-
-def _row_and_column(pieces: Sequence[Tensor]) -> tuple[StoredRows, StoredColumns]:
-    return StoredRows(*pieces[:2]), StoredColumns(*pieces[2:])

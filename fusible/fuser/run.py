@@ -188,7 +188,7 @@ class Run:
 
         def call(part: Part, x: Tensor, extra_inputs: Sequence[Tensor]) -> Any:
             of_ops = kwargs and kwargs[part.ops]
-            # That of a repeated forward is already one for each op of this run.
+            # In a repeated forward the recipe is a `PerOp` of the whole run: take the part's.
             own = recipe
             if isinstance(recipe, PerOp):
                 own = recipe.over(part.ops.start, part.ops.stop)

@@ -19,7 +19,7 @@ from fusible.fuser.op_facts import Dtypes, autocast_to
 from fusible.fuser.overlap import defer
 from fusible.kernels import moe
 from fusible.kernels.moe.peers import PeerRows
-from fusible.kernels.quantize.k_major import StoredRows
+from fusible.kernels.quantize.k_major import StoredOperand
 from fusible.ops.collectives import check_initialized
 from fusible.ops.exchange import (
     SEND,
@@ -297,8 +297,8 @@ class Dispatch(BasicOperation):
         x, probs, ids, rows, capacity, _ = choices
         x = copy_received(x)
         given = x, probs, ids, self.local_experts, capacity, rows, fmt
-        data, scale, moved, *places = moe.permute_quantized(*given)
-        quantized = QuantizedRows(x, StoredRows(data, scale).operand(fmt))
+        data, scale, moved, *places = moe.permute_rows_quantized(*given)
+        quantized = QuantizedRows(StoredOperand(data, scale).row(fmt), x.dtype)
         return quantized, *self._extra_outputs(ctx, choices, moved, *places)
 
     def _extra_outputs(

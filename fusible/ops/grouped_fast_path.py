@@ -25,6 +25,7 @@ from fusible.fuser.tracing import keeps_graph
 from fusible.kernels import grouped
 from fusible.kernels.glu import Glu
 from fusible.kernels.grouped.groups import checks_enabled
+from fusible.kernels.grouped.vectors import launch_group_ends
 from fusible.kernels.runtime.launch import TENSOR_TYPES
 from fusible.kernels.sm90.grouped_products import (
     DenseOperand,
@@ -288,7 +289,7 @@ class GroupedFastPath:
         x, split_sizes, params = operands[0], operands[1], operands[self._first_param :]
         scales, row_scale = self._scales_of(operands)
         first, last, preact = self._linears[0], self._linears[-1], None
-        ends = products.ends(split_sizes, x.shape[0])
+        ends = launch_group_ends(split_sizes, x.shape[0])
         if self._act is None:
             y = products.forward(x, w, ends, bias, row_scale)
         else:

@@ -161,8 +161,8 @@ class GroupedKernels:
         """``x`` as the operand ``role`` of ``products``, quantized by group if the recipe says so.
 
         ``x`` is ``[rows, features]`` in ``ctx.dtype``, or quantized, or an output of `glu` or
-        `dglu`, or `GatheredRows`. ``row_scale`` ``[rows]`` multiplies the rows of a gradient in the
-        sums for the bias.
+        `dglu`, or `GatheredRows`, or without a backward `QuantizedRows`. ``row_scale`` ``[rows]``
+        multiplies the rows of a gradient in the sums for the bias.
         """
         ctx = call.ctx
         if not ctx.quantizes:
@@ -419,9 +419,10 @@ def _matmul(
             transpose_w = data_grad and w_scale is None  # FP8 ones are transposed already
             bias = None if data_grad else call.linear.stacked_bias(ctx, value_dtype(x.dtype))
             options = bias, row_scale, transpose_w, out, x_scale, w_scale
-            # Not if a weight has just been made of its parameter.
+            # Weights that were just made of parameters are not read ahead. One matrix for all
+            # groups begins where the first parameter does only if it is their own memory.
             pairs = zip(w, ctx.parameters, strict=False) if ctx.reads_ahead else ()
-            ahead = ctx.reads_ahead and all([_is_memory_of(*pair) for pair in pairs])
+            ahead = ctx.reads_ahead and all([is_memory_of(*pair) for pair in pairs])
             tail = ctx.zero_tail
             y = grouped.grouped_mm(x, w, ends, *options, zero_tail=tail, reads_ahead=ahead)
             return cast(y, ctx.dtype)
@@ -429,8 +430,11 @@ def _matmul(
     return y if out is None else out.copy_(y)
 
 
-def _is_memory_of(weight: Tensor, parameter: Tensor) -> bool:
-    """Whether an operand is a parameter, or what that is stored as, not computed of it."""
+def is_memory_of(weight: Tensor, parameter: Tensor) -> bool:
+    """Whether an operand is a parameter itself, or the memory in which a quantized one is stored.
+
+    False while tracing, where memory is unknown, unless it is the parameter itself.
+    """
     if weight is parameter:
         return True
     if is_traced() or not isinstance(parameter, QuantizedTensor):

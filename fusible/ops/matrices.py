@@ -13,27 +13,34 @@ from fusible.kernels.quantize.k_major import ScaledMatrix
 from fusible.recipes.product import is_quantized
 
 
-@dataclass(frozen=True)
 class _Rows:
     """Rows ``[rows, features]`` that are in no tensor of their dtype.
 
-    ``GroupedKernels.prepare_rows`` takes them where ``gathers`` says so; to the checks of a linear
-    they are its input.
+    To the checks of a linear they are its input; `GroupedKernels.prepare_rows` takes them.
     """
 
-    source: Tensor
-    """What rows are made of, in their dtype: ``[..., features]``."""
     is_nested = False
 
-    @property
-    def num_rows(self) -> int:
-        """How many rows there are."""
-        raise NotImplementedError
+    def dim(self) -> int:
+        """Two."""
+        return 2
+
+
+@dataclass(frozen=True)
+class GatheredRows(_Rows):
+    """Rows ``source[index]``, which kernels gather while they read them: ``gathers``."""
+
+    source: Tensor
+    """``[tokens, features]``."""
+    index: Tensor
+    """Int32 ``[rows]``; what it holds past the last group is not read."""
+    regather: bool = False
+    """Save the source, and gather once more for the weight gradient."""
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the rows."""
-        return torch.Size((self.num_rows, self.source.shape[1]))
+        """The shape of the gathered rows."""
+        return torch.Size((self.index.shape[0], self.source.shape[1]))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -45,36 +52,24 @@ class _Rows:
         """The device of the rows."""
         return self.source.device
 
-    def dim(self) -> int:
-        """Two."""
-        return 2
-
-
-@dataclass(frozen=True)
-class GatheredRows(_Rows):
-    """Rows ``source[index]``, which kernels gather while they read them."""
-
-    index: Tensor
-    """Int32 ``[rows]``; what it holds past the last group is not read."""
-    regather: bool = False
-    """Save the source, and gather once more for the weight gradient."""
-
-    @property
-    def num_rows(self) -> int:
-        """One for each entry of the index."""
-        return self.index.shape[0]
-
 
 @dataclass(frozen=True)
 class QuantizedRows(_Rows):
-    """Rows of ``source`` that are quantized already, for the product of a forward alone."""
+    """Rows that are quantized, for a forward that no backward follows: ``rows_format``."""
 
     operand: ScaledMatrix
+    dtype: torch.dtype
+    """Of the values."""
 
     @property
-    def num_rows(self) -> int:
-        """Those of the elements."""
-        return self.operand.data.shape[0]
+    def shape(self) -> torch.Size:
+        """The shape of the elements."""
+        return self.operand.data.shape
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the elements."""
+        return self.operand.data.device
 
 
 def source_of(rows: Any) -> tuple[Tensor, Tensor | None]:

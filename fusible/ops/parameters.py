@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fusible.fuser.registry import is_ours
+
 
 class OwnParameters(nn.Module):
     """The parameters that an op gives gradients of, by name and in order."""
@@ -127,7 +129,7 @@ class OwnParameters(nn.Module):
         Raises:
             TypeError: the gradient of a parameter would be lost, since neither ``parameter_names``
                 nor ``formula`` has it, or it is that of a module inside and no backward returns it;
-                not of a subclass with a ``forward`` of its own, which may read it.
+                not if the class has a forward of a user, which may read it.
         """
         if type(self).own_parameters is not OwnParameters.own_parameters:
             return tuple(self._registered)
@@ -142,7 +144,7 @@ class OwnParameters(nn.Module):
         if self.parameter_names is None and self._returns_grads():
             names = (*names, *inner)
         lost = [name for name in (*registered, *inner) if name not in {*names}]
-        if lost and not self._is_called():
+        if lost and not self._has_users_forward():
             raise TypeError(
                 f"{type(self).__name__} must return the gradients of all its parameters, got "
                 f"{', '.join(lost)} besides ({', '.join(names)}); define op_forward and "
@@ -150,9 +152,9 @@ class OwnParameters(nn.Module):
             )
         return names
 
-    def _is_called(self) -> bool:
-        """Whether the forward of the module is a user's: autograd sees what else it reads."""
-        return not (type(self._held_by()).forward.__module__ or "").startswith("fusible.")
+    def _has_users_forward(self) -> bool:
+        """Whether the module's class has a forward of a user: autograd sees what that reads."""
+        return not is_ours(type(self._held_by()).forward)
 
     def _formula_arguments(self, registered: Sequence[str]) -> list[str]:
         """The arguments of the op's formula if it takes the parameters by name."""

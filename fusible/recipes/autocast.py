@@ -84,12 +84,12 @@ def _repeated(runner: Repeatable) -> Recipe | None:
 
 
 def _graph_task() -> int:
-    """The running backward pass, -1 outside of any; a constant of compiled code."""
+    """The running backward pass, -1 outside of any; in compiled code, as it was when traced."""
     return torch._C._current_graph_task_id()
 
 
-# As torch.compiler.assume_constant_result, which imports the compiler. A branch on is_compiling
-# would leave a scope that a graph break resumes with nothing to restore.
+# What torch.compiler.assume_constant_result sets, which would import the compiler. With a branch on
+# is_compiling in __enter__, a scope that is resumed after a graph break has nothing to restore.
 _graph_task._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

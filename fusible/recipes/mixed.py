@@ -123,8 +123,8 @@ class ByOp(Recipe):
     recipes: tuple[tuple[Any, Recipe | None], ...]
     """Types, weak references to modules, and their recipes, in order."""
     number: int | None
-    """With modules as keys: the same for equal mappings, for ``torch.compile``, to which a module
-    is no constant."""
+    """Of a mapping with modules as keys, which are no constants to ``torch.compile``: the same for
+    equal mappings. None if all keys are types."""
 
     def __init__(self, recipes: Mapping[Any, Recipe | None]) -> None:
         if not recipes:
@@ -177,9 +177,9 @@ class ByOp(Recipe):
         given = {its: given for given, its in _NUMBERS.copy().items()}.get(values[0])
         if given is None:
             raise RuntimeError(
-                "recipes by op must have modules that exist as keys to be compiled, and compiled "
-                "code must not be the first to use the mapping, got one that is not known; make "
-                "it, or use it once, outside of compiled code"
+                "a mapping of recipes with modules as keys must have been made outside of compiled "
+                "code, and its modules must exist, when compiled code uses it, got none such; call "
+                "autocast(recipe=...) with an equal one before"
             )
         made.__dict__.update(recipes=given, number=values[0])
         return made

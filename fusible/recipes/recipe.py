@@ -416,7 +416,7 @@ class CustomRecipe(_NotOffered):
     why = "derive a recipe from recipes.Recipe, whose format(role) says how an operand is quantized"
 
 
-_DEFAULT = MXFP8BlockScaling()  # made once: a scope that is not enabled names none either
+_DEFAULT = MXFP8BlockScaling()  # one object: every scope without a recipe asks for it
 
 
 def get_default_recipe() -> Recipe:

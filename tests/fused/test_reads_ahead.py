@@ -84,15 +84,19 @@ def test_not_of_weights_that_have_just_been_made(build):
     assert read_ahead(build()) == [("glu", False), ("store", False)]
 
 
+by_ops = pytest.mark.parametrize("by_ops", [False, True], ids=["", "ops"])
+
+
+@by_ops
 @pytest.mark.parametrize("single", [True, False], ids=["single", "side by side"])
-def test_of_stored_fp8_weights(single):
+def test_of_stored_fp8_weights(single, by_ops):
     model = stored(features=512, single_grouped_weight=single)
     with torch.no_grad():
-        of_ops = read_ahead(model, by_ops=True, recipe=BLOCK_FP8)
-    assert of_ops == [("glu", False), ("store", True)]
+        assert read_ahead(model, by_ops, BLOCK_FP8) == [("glu", False), ("store", True)]
 
 
-def test_not_of_fp8_weights_that_have_just_been_quantized():
+@by_ops
+def test_not_of_fp8_weights_that_have_just_been_quantized(by_ops):
     """Nor of stored ones that are copied to lie side by side."""
     apart = stored(features=512, single_grouped_weight=False)
     for i, (name, p) in enumerate([*apart[2].named_parameters()]):
@@ -100,8 +104,7 @@ def test_not_of_fp8_weights_that_have_just_been_quantized():
         setattr(apart[2], name, torch.nn.Parameter(pieces))
     for model in (mlp(512), apart):
         with torch.no_grad():
-            of_ops = read_ahead(model, by_ops=True, recipe=BLOCK_FP8)
-        assert of_ops == [("glu", False), ("store", False)]
+            assert read_ahead(model, by_ops, BLOCK_FP8) == [("glu", False), ("store", False)]
 
 
 def test_not_a_linear_by_itself():

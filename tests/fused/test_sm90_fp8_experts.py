@@ -141,7 +141,7 @@ def of_rows(func, args):
     if name == "quantize_glu_backward":
         act, *uses, _ = args[-4:]
         yield uses_of(*uses) + ", activation" * act
-    moves = "permute_rows", "permute_quantized", "scatter_rows", "row_sources"
+    moves = "permute_rows", "permute_rows_quantized", "scatter_rows", "row_sources"
     if name in (*moves, "quantize", "dequantize"):
         yield name
 
@@ -166,7 +166,7 @@ def test_rows_are_not_written_in_high_precision(recipe):
     later = ["both, gathered", "both", "column, gathered"]
     forward = ["row_sources", "row, gathered", "both"]
     assert recorded(experts(recompute_rows=True), inputs(), recipe) == (forward, later)
-    rows = ["permute_quantized"]  # and an epilogue quantizes the activation
+    rows = ["permute_rows_quantized"]  # and an epilogue quantizes the activation
     if recipe.format("input").block is None:
         rows = ["row_sources", "row, gathered", "row"]
     with torch.no_grad():

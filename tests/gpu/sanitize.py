@@ -202,7 +202,7 @@ def rows() -> None:
             moe.scatter_rows(x, row_map, probs, moved, True, zero_tail=zero_tail)
             few = x[:64], probs[:64], ids[:64], 60, capacity, min(moved, 64 * 4), True
             moe.permute_rows(*few, zero_tail=zero_tail)
-            moe.permute_quantized(x[:64].bfloat16(), *few[1:-1], fp8_block())
+            moe.permute_rows_quantized(x[:64].bfloat16(), *few[1:-1], fp8_block())
         moe.gather_sum(y, row_map, probs, per_row)
         moe.gather_sum(y, row_map[:64], probs[:64], None, reads_ahead=True)
         apart = in_seven_memories(x)

@@ -180,8 +180,8 @@ def test_quantized_rows(kind, fmt):
         for capacity in (None, 1, max(1, tokens * k // groups)):
             rows = ids.numel() if capacity is None else min(ids.numel(), groups * capacity)
             args = (x, probs, ids, groups, capacity, rows, fmt)
-            data, scale, *others = moe.permute_quantized(*cuda(*args))
-            want, want_scale, *others_want = definitions.permute_quantized(*args)
+            data, scale, *others = moe.permute_rows_quantized(*cuda(*args))
+            want, want_scale, *others_want = definitions.permute_rows_quantized(*args)
             bits = data.view(torch.uint8), scale.view(torch.int32)
             same(bits, (want.view(torch.uint8), want_scale.view(torch.int32)))
             same(others, others_want)

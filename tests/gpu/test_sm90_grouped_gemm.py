@@ -12,7 +12,7 @@ from sm90_in_tile import in_tile
 from fusible.activations import ACTIVATIONS
 from fusible.kernels import grouped
 from fusible.kernels.grouped import Glu
-from fusible.kernels.grouped.vectors import sum_up
+from fusible.kernels.grouped.vectors import launch_tile_sums
 from fusible.kernels.sm90 import checked_products as ops
 from fusible.kernels.sm90 import spec, tiles
 
@@ -520,7 +520,7 @@ def test_sums_over_tiles(rows, tiles_across, dtype):
     want = torch.zeros(rows, device=DEVICE)
     for part in partials:  # in order, which fixes the bits
         want += part
-    assert torch.equal(sum_up(partials.flatten(), rows, dtype), want.to(dtype))
+    assert torch.equal(launch_tile_sums(partials.flatten(), rows, dtype), want.to(dtype))
 
 
 @pytest.mark.parametrize("interleave", [0, 1, 2, 32])

@@ -22,7 +22,9 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="would run the
 
 ENDS = torch.tensor([100, 100, 230], dtype=torch.int32)
 ROWS, COLUMNS, FORMAT = 256, 128, fp8_block()
-GRADIENTS = glu_backward.Wanted(activation=False, rowwise=True, columnwise=True, values=True)
+GRADIENTS = glu_backward.GluBackwardUses(
+    activation=False, rowwise=True, columnwise=True, values=True
+)
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +75,7 @@ def test_weights(called):
 def test_the_backward_of_an_activation(glu, launches, called):
     dy = torch.zeros(ROWS, COLUMNS, dtype=torch.bfloat16)
     preact, scales = torch.zeros(ROWS, 2 * COLUMNS).bfloat16(), torch.ones(ROWS)
-    given = glu_backward.Inputs(dy, preact, scales, ENDS), glu, FORMAT, FORMAT, GRADIENTS
+    given = glu_backward.GluBackwardInputs(dy, preact, scales, ENDS), glu, FORMAT, FORMAT, GRADIENTS
     assert glu_backward._cuda(*given) is not NotImplemented
     assert len(called) == launches
 
@@ -92,7 +94,7 @@ def test_the_backward_of_an_activation(glu, launches, called):
 def test_the_backward_of_an_activation_that_is_written(glu, fmt, act, launches, called):
     dy = torch.zeros(ROWS, COLUMNS, dtype=torch.bfloat16)
     preact = torch.zeros(ROWS, glu.sides * COLUMNS, dtype=torch.bfloat16)
-    given = glu_backward.Inputs(dy, preact, torch.ones(ROWS), ENDS), glu, fmt, act
+    given = glu_backward.GluBackwardInputs(dy, preact, torch.ones(ROWS), ENDS), glu, fmt, act
     made = glu_backward._cuda(*given, GRADIENTS._replace(activation=True))
     assert (made is not NotImplemented) == (launches > 0)
     assert len(called) == launches
@@ -102,7 +104,7 @@ def test_blocks_that_no_product_reads_are_refused(called):
     fmt = replace(FORMAT, block=(1, 32))
     dy = torch.zeros(ROWS, COLUMNS, dtype=torch.bfloat16)
     preact, scales = torch.zeros(ROWS, 2 * COLUMNS).bfloat16(), torch.ones(ROWS)
-    given = glu_backward.Inputs(dy, preact, scales, ENDS), Glu()
+    given = glu_backward.GluBackwardInputs(dy, preact, scales, ENDS), Glu()
     with pytest.raises(ValueError, match="operands of FP8 products must be of FP8 elements"):
         glu_backward._cuda(*given, fmt, FORMAT, GRADIENTS)
     with pytest.raises(ValueError, match="operands of FP8 products must be of FP8 elements"):
@@ -145,7 +147,7 @@ def test_rows_that_are_moved(called, monkeypatch):
         moe_cuda.row_sources(row_map, probs, 128),
         moe_cuda.scatter_rows(x, row_map, probs, 128, True),
         moe_cuda.permute_rows(x, probs, ids, 8, None, 128, False),
-        moe_cuda.permute_quantized(x, probs, ids, 8, None, 128, fp8_block()),
+        moe_cuda.permute_rows_quantized(x, probs, ids, 8, None, 128, fp8_block()),
         moe_cuda.gather_sum(torch.zeros(128, COLUMNS).bfloat16(), row_map, probs, torch.ones(128)),
         moe_cuda.row_dots(torch.zeros(128, COLUMNS).bfloat16(), x, row_map, False),
     ]

@@ -139,7 +139,7 @@ def test_quantized_rows_are_the_rows_quantized(fmt, capacity):
     rows = 18 if capacity is None else min(18, EXPERTS * capacity)
     given = x, probs, ids, EXPERTS, capacity, rows
     written, *places = moe.permute_rows(*given, False)
-    data, scale, *others = moe.permute_quantized(*given, fmt)
+    data, scale, *others = moe.permute_rows_quantized(*given, fmt)
     want = quantize(written, fmt)
     assert torch.equal(data.view(torch.uint8), want.data.view(torch.uint8))
     torch.testing.assert_close(scale, want.scale.t(), rtol=0, atol=0, equal_nan=True)
@@ -174,7 +174,7 @@ LIBRARY_CALLS = {
     "permutation": lambda m: (torch.tensor([[0, 1], [7, 1]]), 3, 2),
     "scatter_rows": lambda m: (torch.randn(2, 4), m, torch.rand(2, 2), 4, True),
     "permute_rows": lambda m: (torch.randn(2, 4), torch.rand(2, 2), m, 3, 2, 4, True),
-    "permute_quantized": lambda m: (
+    "permute_rows_quantized": lambda m: (
         *(torch.randn(2, 200).bfloat16(), torch.rand(2, 2), m, 3, 2, 4),
         *fp8_block().as_constants(),
     ),

@@ -20,7 +20,7 @@ from fusible.kernels import moe
 from fusible.kernels.glu import Glu
 from fusible.kernels.grouped import definitions
 from fusible.kernels.quantize import k_major
-from fusible.kernels.quantize.glu_backward import definition as glu_definition
+from fusible.kernels.quantize.glu_backward import glu_backward_definition
 from fusible.kernels.runtime import gpu
 from fusible.kernels.runtime import launch as runtime_launch
 from fusible.kernels.sm90 import checked_products, grouped_products, launch, operands
@@ -216,8 +216,8 @@ def take_cpu_tensors(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(operands, "pointer_table", pointer_table)
     for module in (checked_products, grouped_products):
         patch.setattr(module, "supports", supports)
-    for name, definition in (("quantize", k_major.definition), ("glu_backward", glu_definition)):
-        patch.setattr(fp8_fast_path._Launches, name, staticmethod(definition))
+    patch.setattr(fp8_fast_path, "launch_quantize", k_major.definition)
+    patch.setattr(fp8_fast_path, "launch_glu_backward", glu_backward_definition)
     patch.setattr(library, "is_direct", lambda x: not torch.compiler.is_compiling())
     for module in (gpu, moe.cuda):
         patch.setattr(module, "capability", lambda _: (0, 0))  # of all other kernels

@@ -10,14 +10,17 @@ from fusible.kernels.runtime.launch import launch
 
 
 def launch_group_ends(sizes: Tensor, rows: int) -> Tensor:
-    """`group_ends` of contiguous ``sizes`` on a GPU, where negative ones count as 0."""
+    """The end rows of groups, int32 ``[groups]``, of contiguous int32 or int64 ``sizes`` on a GPU.
+
+    Negative sizes count as 0, and no end exceeds ``rows``.
+    """
     ends = sizes.new_empty(sizes.shape[0], dtype=torch.int32)
     which = (_name(sizes.dtype),)
     launch("grouped.vectors.GroupEnds", which, sizes.device, sizes, ends, sizes.shape[0], rows)
     return ends
 
 
-def sum_up(partials: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+def launch_tile_sums(partials: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
     """The sum for each row, in ``dtype``, of FP32 sums over tiles of its columns.
 
     ``partials`` are ``[tiles * rows]``, and added in order, so the bits are reproducible.

@@ -24,12 +24,12 @@ permute_rows = define(
         partial(definitions.permute_rows, sort=permutation, copy=scatter_rows),
     ],
 )
-permute_quantized = define(
-    definitions.permute_quantized,
-    cuda.permute_quantized_outputs,
+permute_rows_quantized = define(
+    definitions.permute_rows_quantized,
+    cuda.permute_rows_quantized_outputs,
     [
-        cuda.permute_quantized,
-        partial(definitions.permute_quantized, sort=permutation, find=row_sources),
+        cuda.permute_rows_quantized,
+        partial(definitions.permute_rows_quantized, sort=permutation, sources=row_sources),
     ],
 )
 gather_sum = define(definitions.gather_sum, cuda.gather_outputs, [cuda.gather_sum])

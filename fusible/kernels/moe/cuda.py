@@ -35,7 +35,7 @@ _CLUSTER = 8  # CTAs: the largest size that every GPU with clusters supports
 _MAX_TOP_K = 32
 _MIN_SM = 80
 _MIN_FP8_SM = 89
-_QUANTIZED = fp8_block().scaling  # of rows
+_BLOCK_SCALING = fp8_block().scaling  # of the formats that the kernel quantizes to
 
 
 def supports_row_copies(t: Tensor, row_map: Tensor, *others: Tensor | None) -> bool:
@@ -208,7 +208,7 @@ def _launch_permute(
     launch("moe.permuted_rows.permute_rows", (spec,), x.device, *arguments, *counts)
 
 
-def permute_quantized_outputs(
+def permute_rows_quantized_outputs(
     x: Tensor,
     weights: Tensor,
     ids: Tensor,
@@ -217,7 +217,7 @@ def permute_quantized_outputs(
     rows: int,
     fmt: NumberFormat,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The outputs of `permute_quantized`, not written."""
+    """The outputs of `permute_rows_quantized`, not written."""
     blocks = -(-x.shape[1] // FP8_BLOCK)
     return (
         x.new_empty(rows, x.shape[1], dtype=fmt.element.dtype),
@@ -227,7 +227,7 @@ def permute_quantized_outputs(
     )
 
 
-def permute_quantized(
+def permute_rows_quantized(
     x: Tensor,
     weights: Tensor,
     ids: Tensor,
@@ -236,12 +236,12 @@ def permute_quantized(
     rows: int,
     fmt: NumberFormat,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor] | NotImplementedType:
-    """`definitions.permute_quantized`, for few tokens."""
+    """`definitions.permute_rows_quantized`, for few tokens."""
     fits = x.dtype == torch.bfloat16 and permutes_rows(x, weights, ids, num_groups, rows)
     fits = fits and runs_kernels(x.device, _MIN_FP8_SM)
-    if not (fits and fmt.scaling == _QUANTIZED):
+    if not (fits and fmt.scaling == _BLOCK_SCALING):
         return NotImplemented
-    outputs = permute_quantized_outputs(x, weights, ids, num_groups, capacity, rows, fmt)
+    outputs = permute_rows_quantized_outputs(x, weights, ids, num_groups, capacity, rows, fmt)
     spec = PermuteSpec(rows_spec(x, ids, weights), num_groups, ids.dtype == torch.int64, fmt)
     _launch_permute(spec, x, weights, ids, capacity, rows, outputs, zero_tail=True)
     return outputs

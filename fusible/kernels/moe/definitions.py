@@ -115,7 +115,7 @@ def permute_rows(
     return out, moved, row_map, sizes, ends
 
 
-def permute_quantized(
+def permute_rows_quantized(
     x: Tensor,
     weights: Tensor,
     ids: Tensor,
@@ -125,15 +125,22 @@ def permute_quantized(
     fmt: NumberFormat,
     *,
     sort: Callable[..., tuple[Tensor, Tensor, Tensor]] = permutation,
-    find: Callable[..., tuple[Tensor, Tensor]] = row_sources,
+    sources: Callable[..., tuple[Tensor, Tensor]] = row_sources,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`permutation` of ids ``[T, k]``, and the rows of tokens by it, quantized in 1x128 blocks.
+    """`permutation` of ids ``[T, k]``, and the tokens as rows by it, quantized.
 
-    Elements ``[rows, H]`` and scales ``[ceil(H / 128), rows]``, zeros in the tail, weights by row,
-    then the results of `permutation`. Raises what `quantize_k_major` raises.
+    ``x`` is ``[T, H]``, weights ``[T, k]``, ``fmt`` of 1x128 blocks with FP32 scales. Gives
+    elements ``[rows, H]`` and scales ``[ceil(H / 128), rows]``, those of zeros in the tail, weights
+    ``[rows]``, zero in the tail, then the results of `permutation`. Raises ValueError for another
+    format, and what `quantize_k_major` raises.
     """
+    if not fmt.directional:
+        raise ValueError(
+            f"fmt of rows that are quantized must be of 1x128 blocks, got {fmt.name}; use "
+            "permute_rows and quantize_k_major"
+        )
     row_map, sizes, ends = sort(ids, num_groups, capacity)
-    index, moved = find(row_map, weights, rows)
+    index, moved = sources(row_map, weights, rows)
     data, scale, *_ = quantize_pieces(RowsToQuantize(x, ends, index), fmt, True, False)
     return data, scale, moved, row_map, sizes, ends
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fusible.kernels.glu import Glu
-from fusible.kernels.grouped.vectors import sum_up
+from fusible.kernels.grouped.vectors import launch_tile_sums
 from fusible.kernels.quantize import k_major
 from fusible.kernels.quantize.cuda import supports_matrix
 from fusible.kernels.quantize.k_major import KMajorOperands, RowsToQuantize, ScaledMatrix
@@ -31,12 +31,11 @@ from fusible.recipes.blocks import padded_size, with_zero_tail
 from fusible.recipes.formats import BLOCKS, FP8_BLOCK, NumberFormat
 
 _THREAD_COLUMNS = 8  # columns of a thread
-Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-"""`k_major.KMajorPieces`, the gradient of the scales, the values, and the activation's elements and
-scales for column-wise use as they are stored."""
+_Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+"""The fields of `GluBackwardPieces`."""
 
 
-class Inputs(NamedTuple):
+class GluBackwardInputs(NamedTuple):
     """The inputs of the backward; see `quantize_glu_backward`."""
 
     dy: Tensor
@@ -45,13 +44,32 @@ class Inputs(NamedTuple):
     ends: Tensor
 
 
-class Wanted(NamedTuple):
+class GluBackwardUses(NamedTuple):
     """What is computed besides the gradient of the scales; see `quantize_glu_backward`."""
 
     activation: bool
     rowwise: bool
     columnwise: bool
     values: bool
+
+
+class GluBackwardPieces(NamedTuple):
+    """What the op gives, as it lies in memory; empty where it is not wanted.
+
+    The first five are `k_major.KMajorPieces` of the pre-activation's gradient.
+    """
+
+    row: Tensor
+    row_scale: Tensor
+    column: Tensor
+    column_scale: Tensor
+    ends: Tensor
+    dscales: Tensor
+    dpreact: Tensor
+    """In BF16."""
+    act: Tensor
+    """The activation for column-wise use, with its scales."""
+    act_scale: Tensor
 
 
 class GluGradients(NamedTuple):
@@ -96,17 +114,15 @@ def quantize_glu_backward(
             f"dy must be ({rows}, {columns // glu.sides}) and scales ({rows},) for a "
             f"pre-activation of shape {tuple(preact.shape)}, got {tuple(dy.shape)} and {of_scales}"
         )
-    wanted = Wanted(act_format is not None, rowwise, columnwise, values)
+    wanted = GluBackwardUses(act_format is not None, rowwise, columnwise, values)
     # An op has no optional format.
-    results = glu_backward_pieces(
-        Inputs(dy, preact, scales, ends), glu, fmt, act_format or fmt, wanted
-    )
-    *_, padded_ends, dscales, dpreact, act_data, act_scale = results
-    operands = k_major.as_operands(results[:5], fmt, rowwise, columnwise, True)
+    inputs = GluBackwardInputs(dy, preact, scales, ends)
+    made = GluBackwardPieces(*glu_backward_pieces(inputs, glu, fmt, act_format or fmt, wanted))
+    operands = k_major.as_operands(made[:5], fmt, rowwise, columnwise, True)
     act = None
     if act_format is not None:
-        act = k_major.StoredColumns(act_data, act_scale, padded_ends).operand(act_format)
-    return GluGradients(operands, dscales, dpreact if values else None, act)
+        act = k_major.StoredOperand(made.act, made.act_scale, made.ends).column(act_format)
+    return GluGradients(operands, made.dscales, made.dpreact if values else None, act)
 
 
 def writes_activation(glu: Glu, columns: int, *formats: NumberFormat) -> bool:
@@ -130,9 +146,13 @@ def _paired(glu: Glu, columns: int) -> bool:
 
 
 @torch.no_grad()
-def definition(
-    inputs: Inputs, glu: Glu, fmt: NumberFormat, act_format: NumberFormat, wanted: Wanted
-) -> Results:
+def glu_backward_definition(
+    inputs: GluBackwardInputs,
+    glu: Glu,
+    fmt: NumberFormat,
+    act_format: NumberFormat,
+    wanted: GluBackwardUses,
+) -> _Tensors:
     """The definition of the op."""
     dy, preact, scales, ends = inputs
     dpreact, dscales = glu.backward(dy, preact, scales)
@@ -146,8 +166,12 @@ def definition(
 
 
 def _outputs(
-    inputs: Inputs, glu: Glu, fmt: NumberFormat, act_format: NumberFormat, wanted: Wanted
-) -> Results:
+    inputs: GluBackwardInputs,
+    glu: Glu,
+    fmt: NumberFormat,
+    act_format: NumberFormat,
+    wanted: GluBackwardUses,
+) -> _Tensors:
     """Allocate what the op returns."""
     _, preact, scales, ends = inputs
     rows = RowsToQuantize(preact, ends)
@@ -157,7 +181,9 @@ def _outputs(
     return *pieces, dscales, dpreact, *_act_pieces(inputs, act_format, wanted)
 
 
-def _act_pieces(inputs: Inputs, act_format: NumberFormat, wanted: Wanted) -> tuple[Tensor, Tensor]:
+def _act_pieces(
+    inputs: GluBackwardInputs, act_format: NumberFormat, wanted: GluBackwardUses
+) -> tuple[Tensor, Tensor]:
     """Allocate elements and scales of the activation, which has the shape of ``dy``."""
     dy, ends = inputs.dy, inputs.ends
     if wanted.activation:
@@ -166,8 +192,12 @@ def _act_pieces(inputs: Inputs, act_format: NumberFormat, wanted: Wanted) -> tup
 
 
 def _cuda(
-    inputs: Inputs, glu: Glu, fmt: NumberFormat, act_format: NumberFormat, wanted: Wanted
-) -> Results | NotImplementedType:
+    inputs: GluBackwardInputs,
+    glu: Glu,
+    fmt: NumberFormat,
+    act_format: NumberFormat,
+    wanted: GluBackwardUses,
+) -> _Tensors | NotImplementedType:
     dy, preact, scales, ends = inputs
     rows, columns = RowsToQuantize(preact, ends), preact.shape[1]
     k_major.check(rows, fmt)
@@ -184,19 +214,23 @@ def _cuda(
     )
     if not fits:
         return NotImplemented
-    inputs = Inputs(aligned(dy), aligned(preact), scales, ends)
+    inputs = GluBackwardInputs(aligned(dy), aligned(preact), scales, ends)
     return launch_glu_backward(inputs, glu, fmt, act_format, wanted)
 
 
 def launch_glu_backward(
-    inputs: Inputs, glu: Glu, fmt: NumberFormat, act_format: NumberFormat, wanted: Wanted
-) -> Results:
+    inputs: GluBackwardInputs,
+    glu: Glu,
+    fmt: NumberFormat,
+    act_format: NumberFormat,
+    wanted: GluBackwardUses,
+) -> _Tensors:
     """The op by its kernels, of aligned operands that these support, unchecked."""
     if fmt.block is not None:
         return _launch(inputs, glu, fmt, act_format, wanted)
     _, preact, _, ends = inputs
     amax = preact.new_zeros(len(ends), dtype=torch.int32)
-    for_values = Wanted(activation=False, rowwise=False, columnwise=False, values=True)
+    for_values = GluBackwardUses(activation=False, rowwise=False, columnwise=False, values=True)
     results = _launch(inputs, glu, fmt, act_format, for_values, amax)
     pieces, dscales, dpreact = results[:5], results[5], results[6]
     if wanted.rowwise or wanted.columnwise:
@@ -206,13 +240,13 @@ def launch_glu_backward(
 
 
 def _launch(
-    inputs: Inputs,
+    inputs: GluBackwardInputs,
     glu: Glu,
     fmt: NumberFormat,
     act_format: NumberFormat,
-    wanted: Wanted,
+    wanted: GluBackwardUses,
     amax: Tensor | None = None,
-) -> Results:
+) -> _Tensors:
     """The kernel; with ``amax`` it finds the groups' largest magnitudes."""
     dy, preact, scales, ends = inputs
     rows, columns = preact.shape
@@ -229,7 +263,7 @@ def _launch(
     sizes = rows, columns, len(ends), padded_size(rows, len(ends), FP8_BLOCK), stripe
     addresses = dy, preact, of_rows, ends, amax, *pieces, partials, dpreact, *act
     launch("quantize.glu_backward.quantize", constants, dy.device, *addresses, *sizes, *glu[2:])
-    dscales = partials if scales is None else sum_up(partials, rows, scales.dtype)
+    dscales = partials if scales is None else launch_tile_sums(partials, rows, scales.dtype)
     return *pieces, dscales, dpreact, *act
 
 
@@ -238,7 +272,7 @@ def _kernel(
     fmt: NumberFormat,
     act_format: NumberFormat | None,
     ends: torch.dtype,
-    wanted: Wanted,
+    wanted: GluBackwardUses,
     activation: str,
     scaled: bool,
     stripe: int,
@@ -252,4 +286,6 @@ def _kernel(
     return (spec,)
 
 
-glu_backward_pieces = define(definition, _outputs, [_cuda], name="quantize_glu_backward")
+glu_backward_pieces = define(
+    glu_backward_definition, _outputs, [_cuda], name="quantize_glu_backward"
+)

@@ -126,27 +126,24 @@ def quantize_k_major(
     return as_operands(pieces, fmt, rowwise, columnwise, ends is not None)
 
 
-class StoredRows(NamedTuple):
-    """A row-wise operand of groups as it lies in memory."""
+class StoredOperand(NamedTuple):
+    """Quantized rows of groups for one of their uses, as they lie in memory."""
 
     data: Tensor
+    """Contiguous: row-wise ``[rows, columns]``, column-wise ``[columns, padded]``."""
     scale: Tensor
+    """FP32: row-wise ``[ceil(columns / 128), rows]``, column-wise ``[padded / 128, columns]``. With
+    one scale for each group ``[rows]`` and ``[padded / 128]``."""
+    ends: Tensor | None = None
+    """Column-wise: int32 ``[groups]``, end rows of the padded groups."""
 
-    def operand(self, fmt: NumberFormat) -> ScaledMatrix:
+    def row(self, fmt: NumberFormat) -> ScaledMatrix:
         """See `KMajorOperands.row`."""
-        data, scale = self
+        data, scale, _ = self
         of_blocks = scale.t() if fmt.directional else _for_blocks(scale, data.shape[-1])
         return ScaledMatrix(data, of_blocks)
 
-
-class StoredColumns(NamedTuple):
-    """A column-wise operand of padded groups as it lies in memory."""
-
-    data: Tensor
-    scale: Tensor
-    ends: Tensor | None = None
-
-    def operand(self, fmt: NumberFormat) -> ScaledMatrix:
+    def column(self, fmt: NumberFormat) -> ScaledMatrix:
         """See `KMajorOperands.column`."""
         data, scale, ends = self
         if fmt.block is None:
@@ -162,10 +159,10 @@ def as_operands(
     row = column = None
     if _pads_groups(fmt, grouped):
         if rowwise:
-            row = StoredRows(row_data, row_scale).operand(fmt)
+            row = StoredOperand(row_data, row_scale).row(fmt)
         if columnwise:
             ends = padded_ends if grouped else None
-            column = StoredColumns(column_data, column_scale, ends).operand(fmt)
+            column = StoredOperand(column_data, column_scale, ends).column(fmt)
         return KMajorOperands(row, column)
     if fmt.block is None and (rowwise or columnwise):
         columns = row_data.shape[-1] if rowwise else column_data.shape[-2]

@@ -131,7 +131,7 @@ def _scaled_operands(
     products = cached_products(x.device, x.dtype, *layout_of, for_rows, weight.dtype)
     assert products is not None
     scales = scales_by_row(x_scale, w_scale)
-    w = w if weight is w[0] else [weight]
+    w = w if weight is w[0] else [weight]  # `grouped_mm` tells a copy by the list
     return _Operands(x, 0, w, shape, weight.data_ptr(), 0, products, scales)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fusible.kernels.glu import Glu
-from fusible.kernels.grouped.vectors import launch_group_ends, sum_up
+from fusible.kernels.grouped.vectors import launch_tile_sums
 from fusible.kernels.runtime.gpu import multiprocessors
 from fusible.kernels.runtime.launch import TENSOR_TYPES
 from fusible.kernels.sm90 import limits, tiles
@@ -155,10 +155,6 @@ class WeightProducts:
         )
         return launch
 
-    def ends(self, split_sizes: Tensor, rows: int) -> Tensor:
-        """`group_ends`, of contiguous ``split_sizes``."""
-        return launch_group_ends(split_sizes, rows)
-
     def forward(
         self,
         x: Tensor,
@@ -287,7 +283,7 @@ class WeightProducts:
             row_results=partials.data_ptr(),
             zero_tail=zero_tail,
         )
-        dscales = partials if scales is None else sum_up(partials, rows, scales.dtype)
+        dscales = partials if scales is None else launch_tile_sums(partials, rows, scales.dtype)
         return d_preact, act, dscales
 
     def wgrad(
@@ -417,6 +413,20 @@ def scales_by_row(x_scale: Tensor, w_scale: Tensor) -> tuple[int, ...]:
 def scales_by_reduction(dy_scale: Tensor, x_scale: Tensor) -> tuple[int, ...]:
     """``operand_scales`` of the FP8 operands of a weight gradient."""
     (dy_block, dy_pitch), (x_block, x_pitch) = dy_scale.stride(), x_scale.stride()
+    return dy_scale.data_ptr(), x_scale.data_ptr(), dy_pitch, dy_block, 0, x_pitch, x_block
+
+
+def stored_scales_by_row(x_scale: Tensor, w_scale: Tensor) -> tuple[int, ...]:
+    """`scales_by_row` of ``x_scale`` as it is stored: ``[blocks, rows]``, or ``[rows]``."""
+    of_blocks = x_scale.stride(0) if x_scale.dim() == 2 else 0
+    return x_scale.data_ptr(), w_scale.data_ptr(), 1, of_blocks, *w_scale.stride()
+
+
+def stored_scales_by_reduction(dy_scale: Tensor, x_scale: Tensor) -> tuple[int, ...]:
+    """`scales_by_reduction` of scales as stored: ``[blocks, columns]``, or ``[blocks]``."""
+    (dy_block, dy_pitch), (x_block, x_pitch) = [
+        scale.stride() if scale.dim() == 2 else (1, 0) for scale in (dy_scale, x_scale)
+    ]
     return dy_scale.data_ptr(), x_scale.data_ptr(), dy_pitch, dy_block, 0, x_pitch, x_block
 
 

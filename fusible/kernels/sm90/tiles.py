@@ -169,9 +169,9 @@ def supports_tile(
 ) -> bool:
     """Whether a kernel of ``kind`` can have a tile, for a weight of that ``major``.
 
-    A ``quantized`` output needs tiles with `FP8_BLOCK` of its columns. These have too few registers
-    and are not supported: FP8 tiles (``fp8``) of 256 columns unless
-    `fits_256_columns`; and, with more than 128 accumulator values a thread:
+    A ``quantized`` output needs tiles with `FP8_BLOCK` of its columns. Not supported, for want of
+    registers, are FP8 tiles (``fp8``) of 256 columns unless `fits_256_columns`; and, with more than
+    128 accumulator values a thread:
 
     - a plain product: biases;
     - a gated activation: biases, transposed weights, stripes of 1, 2 and 4, and in three slabs of
@@ -217,8 +217,8 @@ MEASURED = Constants()
 _LARGEST_GROUP = 1.5
 """Rows of a large group over the average, assumed for tiles of 16 rows.
 
-By hand: of the cells with such tiles, what is chosen is 2.3 % behind the best on average with 1,
-1.8 % with 1.25, and 1.4 % with 1.5 and with 2."""
+By hand, of BF16 products: of the cells with such tiles, what is chosen is 2.3 % behind the best on
+average with 1, 1.8 % with 1.25, and 1.4 % with 1.5 and with 2."""
 
 
 def microseconds(
@@ -246,8 +246,9 @@ def microseconds(
     The GPU takes as many rounds of tiles as its clusters need, of which the last may not be full.
     Reading and writing every matrix once, and weights a little more often, overlaps with that. Of
     FP8 operands, a group's last tile is counted by its slabs of 64 rows that hold rows of the
-    group; of others a model with this was no better. In ping-pong a multiprocessor multiplies two
-    tiles of FP8 operands at once, as each waits for its scales, and a tile by itself is no faster.
+    group; of others a model with this was no better. In ping-pong a multiprocessor works at two
+    tiles of FP8 operands at once, since a warpgroup multiplies nothing while it scales its sums; a
+    tile by itself is no faster.
 
     Sizes and costs may be tensors, for a fit (``benchmarks/sm90_grid.py --fit``).
     """
