@@ -149,7 +149,8 @@ class ByOp(Recipe):
             for key, recipe in recipes.items()
         )
         has_modules = any([not isinstance(key, type) for key, _ in given])
-        self.__dict__.update(recipes=given, number=_number_of(given) if has_modules else None)
+        object.__setattr__(self, "recipes", given)
+        object.__setattr__(self, "number", _number_of(given) if has_modules else None)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ByOp) and self.recipes == other.recipes
