@@ -198,7 +198,7 @@ class Fp8MLPFastPath(GroupedFastPath):
             out_format=self._x_format if self._quantizes_act else None,
         )
         del x_row, w  # their memory serves what follows
-        act_column: Sequence[Tensor | None] = (None, None)
+        act_column = None
         if self._quantizes_act:
             act_row = StoredOperand(act, *act_scale)
         else:
@@ -208,18 +208,18 @@ class Fp8MLPFastPath(GroupedFastPath):
         # FC1 wrote neither group ends nor stored weights.
         ahead = is_memory_of(w.data, params[fc2.weights.start])
         y = fc2.products.product(act_row, w, ends, fc2.first_bias(params), row_scale, ahead)
-        columns = *x_column[:2], *act_column[:2]
+        columns = *_saved(x_column), *_saved(act_column)
         weights = [(None, None) if w is None else w[:2] for w in (dgrad_w1, dgrad_w2)]
         saved = *columns, ends, scales, preact, row_scale, fc2.saved_bias(params)
         return y, (*saved, *weights[0], *weights[1])
 
     def _quantized(
         self, x: Tensor, ends: Tensor, *, columnwise: bool
-    ) -> tuple[StoredOperand, StoredOperand]:
+    ) -> tuple[StoredOperand, StoredOperand | None]:
         """An input of a linear, row-wise and, if needed, column-wise, by one launch."""
         rows = RowsToQuantize(x, ends)
         pieces = launch_quantize(rows, self._x_format, rowwise=True, columnwise=columnwise)
-        return StoredOperand(*pieces[:2]), StoredOperand(*pieces[2:])
+        return StoredOperand(*pieces[:2]), StoredOperand(*pieces[2:]) if columnwise else None
 
     def backward(
         self,
@@ -289,3 +289,8 @@ class Fp8MLPFastPath(GroupedFastPath):
         if linear.op.accumulates_grads:
             operands = dy.column(self._dy_format), x.column(self._x_format)
         return linear.weight_grads(products.weight_grad, *operands, dy.ends, contexts)
+
+
+def _saved(column: StoredOperand | None) -> Sequence[Tensor | None]:
+    """The elements and scales of a column-wise operand, if there is one."""
+    return (None, None) if column is None else column[:2]

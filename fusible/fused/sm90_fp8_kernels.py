@@ -109,7 +109,7 @@ class Sm90Fp8Kernels(GroupedKernels):
         if isinstance(x, GroupedOperand):  # of `glu` or `dglu`
             return x
         if isinstance(x, QuantizedRows):
-            return GroupedOperand(x.operand, None)
+            return GroupedOperand(x.take(), None)
         recipe = call.ctx.recipe.of_fp8_products
         rows = [product for product in products if product != "wgrad"]
         columnwise, row = len(rows) < len(products), None

@@ -16,6 +16,7 @@ from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.fuser.own_recipes import own_recipe
 from fusible.fuser.plan import Plan, joined
+from fusible.fuser.registry import is_ours
 from fusible.fuser.tracing import constant_when_traced
 from fusible.ops.casting import apply_quantizer, format_of_grad, quantized_values
 from fusible.ops.collectives import (
@@ -385,9 +386,10 @@ class Linear(FusedOperation):
             self.register_parameter("bias", None)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Refuse a bias that no part would add."""
-        parts = vars(self).get("_basic_ops")  # None while they are made
-        if name == "bias" and param is not None and parts and not isinstance(parts[-1], Bias):
+        """Refuse a bias that neither a part nor a user's forward would add."""
+        parts = vars(self).get("_basic_ops", ())  # none while they are made
+        added = not parts or isinstance(parts[-1], Bias) or not is_ours(type(self).forward)
+        if name == "bias" and param is not None and not added:
             raise TypeError(
                 "bias of a Linear that was made with bias=False must be None, got "
                 f"{type(param).__name__}; make it with bias=True"

@@ -53,23 +53,21 @@ class GatheredRows(_Rows):
         return self.source.device
 
 
-@dataclass(frozen=True)
 class QuantizedRows(_Rows):
-    """Rows that are quantized, for a forward that no backward follows: ``rows_format``."""
+    """Rows of ``dtype`` that are quantized, for one product of a forward that no backward follows.
 
-    operand: ScaledMatrix
-    dtype: torch.dtype
-    """Of the values."""
+    See ``rows_format``. The product takes the operand, whose memory then serves what follows.
+    """
 
-    @property
-    def shape(self) -> torch.Size:
-        """The shape of the elements."""
-        return self.operand.data.shape
+    def __init__(self, operand: ScaledMatrix, dtype: torch.dtype) -> None:
+        self._operand: ScaledMatrix | None = operand
+        self.dtype, self.shape, self.device = dtype, operand.data.shape, operand.data.device
 
-    @property
-    def device(self) -> torch.device:
-        """The device of the elements."""
-        return self.operand.data.device
+    def take(self) -> ScaledMatrix:
+        """The operand, once."""
+        operand, self._operand = self._operand, None
+        assert operand is not None
+        return operand
 
 
 def source_of(rows: Any) -> tuple[Tensor, Tensor | None]:

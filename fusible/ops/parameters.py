@@ -153,8 +153,13 @@ class OwnParameters(nn.Module):
         return names
 
     def _has_users_forward(self) -> bool:
-        """Whether the module's class has a forward of a user: autograd sees what that reads."""
-        return not is_ours(type(self._held_by()).forward)
+        """Whether the module's class has a forward of a user, around an op that is ours.
+
+        Autograd sees what that reads, not what the op itself does.
+        """
+        names = "forward_impl", "op_forward", "fuser_forward", "formula"
+        ours = all([is_ours(getattr(type(self), name)) for name in names])
+        return ours and not is_ours(type(self._held_by()).forward)
 
     def _formula_arguments(self, registered: Sequence[str]) -> list[str]:
         """The arguments of the op's formula if it takes the parameters by name."""

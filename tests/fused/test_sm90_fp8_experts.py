@@ -1,6 +1,7 @@
 """Experts in FP8 on Hopper: rows are quantized while they are gathered, with the same bits."""
 
 import copy
+import weakref
 
 import pytest
 import reference as ref
@@ -11,6 +12,7 @@ from number_formats import BLOCK_FP8, CURRENT_FP8, each_fp8_recipe
 from sm90_launches import sm90_on_cpu
 
 import fusible as fz
+from fusible.kernels import grouped, moe
 from fusible.testing import assume_target
 
 TOKENS = 150
@@ -180,6 +182,25 @@ def test_what_no_gradient_reads_is_not_made():
             fc.weight.requires_grad_(False)
         forward = ["row_sources", "row, gathered", "row"]
         assert recorded(module, inputs()) == (forward, ["row, gathered", "row"])
+
+
+def test_quantized_rows_are_freed_after_the_first_product(monkeypatch):
+    kept, alive = [], []
+
+    def quantized(*args):
+        made = permute(*args)
+        kept.append(weakref.ref(made[0]))
+        return made
+
+    permute, multiply = moe.permute_rows_quantized, grouped.grouped_mm
+    monkeypatch.setattr(moe, "permute_rows_quantized", quantized)
+    monkeypatch.setattr(
+        grouped, "grouped_mm", lambda *a, **k: (alive.append(kept[0]()), multiply(*a, **k))[1]
+    )
+    x, probs, ids, _ = inputs(20)
+    with torch.no_grad(), assume_target("sm90"), fz.autocast(recipe=BLOCK_FP8):
+        experts()(x, probs, ids)
+    assert alive == [None]
 
 
 def saved_by(module, recipe):

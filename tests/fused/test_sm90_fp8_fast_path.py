@@ -1,5 +1,7 @@
 """Grouped MLPs by FP8 products as one node without contexts: the bits of the ops, and no others."""
 
+import weakref
+
 import pytest
 import reference as ref
 import torch
@@ -8,7 +10,9 @@ from sm90_launches import is_direct, ops_only, sm90_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 import fusible as fz
+from fusible.fused import fp8_fast_path
 from fusible.fuser import run as fuser_run
+from fusible.kernels.quantize import k_major
 from fusible.recipes import (
     ByOp,
     Float8BlockScaling,
@@ -214,6 +218,42 @@ def test_gradients_outside_of_autograd(options, use_reentrant):
         return [given[0].grad, given[2].grad, *of_weights]
 
     ref.assert_equal(steps(True), steps(False))
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_an_activation_is_freed_when_it_is_quantized(recipe, monkeypatch):
+    kept, alive, product = [], [], fp8_fast_path._Products.product
+
+    def quantized(source, *args, **kwargs):
+        kept.append(weakref.ref(source.x))
+        return k_major.definition(source, *args, **kwargs)
+
+    def multiply(self, *args):
+        alive.extend(kept[1:] and [kept[1]()])
+        return product(self, *args)
+
+    model = with_biases(mlp(bias=True))
+    given = inputs(model)
+    with sm90_on_cpu(), assume_target("sm90"), fz.autocast(recipe=recipe):
+        monkeypatch.setattr(fp8_fast_path, "launch_quantize", quantized)
+        monkeypatch.setattr(fp8_fast_path._Products, "product", multiply)
+        assert is_direct(model(*given))
+    assert alive == [None]
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("frozen", [0, 2])
+def test_nothing_empty_is_saved(recipe, frozen):
+    model = mlp()
+    model[frozen].weight.requires_grad_(False)
+    sizes = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(
+        lambda t: (sizes.append(t.numel()), t)[1], lambda t: t
+    )
+    with hooks:
+        assert is_direct(call(model, recipe, inputs(model)))
+    assert sizes
+    assert min(sizes) > 0
 
 
 def test_a_graph_that_is_kept():

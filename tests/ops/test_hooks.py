@@ -651,6 +651,40 @@ def test_a_subclass_with_its_own_forward_and_parameters(called):
     )
 
 
+def test_a_subclass_with_its_own_forward_and_bias():
+    class Biased(fz.Linear):
+        def __init__(self):
+            super().__init__(8, 8, bias=False)
+            self.bias = torch.nn.Parameter(torch.randn(8))
+
+        def forward(self, x):
+            return super().forward(x) + self.bias
+
+    linear, x = Biased(), torch.randn(5, 8)
+    got = linear(x)
+    torch.testing.assert_close(got, torch.nn.functional.linear(x, linear.weight, linear.bias))
+    (dbias,) = torch.autograd.grad(got.sum(), linear.bias)
+    assert torch.equal(dbias, torch.full((8,), 5.0))
+
+
+def test_what_an_op_of_a_user_reads_needs_a_gradient():
+    """Its forward is called, but not its operation differentiated by autograd."""
+
+    class Gained(fz.BasicLinear):
+        def __init__(self):
+            super().__init__(8, 8)
+            self.gain = torch.nn.Parameter(torch.ones(()))
+
+        def forward(self, x):
+            return super().forward(x)
+
+        def forward_impl(self, ctx, x, *extra):
+            return self.gain * super().forward_impl(ctx, x, *extra)
+
+    with pytest.raises(TypeError, match="must return the gradients of all its parameters"):
+        Gained()(torch.randn(5, 8))
+
+
 @pytest.mark.usefixtures("fresh_compiler")
 class TestCompiled:
     @pytest.mark.parametrize("which", ["linear", "activation", "nested"])
