@@ -76,7 +76,7 @@ class _Norm(CastingOp):
             )
         if input_.is_nested:
             raise nested_input(op_name)
-        for name, parameter in zip(self.own_parameter_names(), ctx.parameters, strict=True):
+        for name, parameter in zip(self.parameter_names or (), ctx.parameters, strict=True):
             if parameter.shape != shape:
                 raise ValueError(
                     f"{name} of {op_name} must have shape {shape}, got {tuple(parameter.shape)}"

@@ -69,7 +69,8 @@ class OwnParameters(nn.Module):
         if self.parameter_names is None:
             return tuple([value for value in values if value is not None])
         for name, value in zip(names, values, strict=True):
-            _check_is_there(self, name, value)
+            if value is None:
+                raise _missing(self, name)
         return values
 
     def local_parameters(self) -> tuple[Tensor, ...]:
@@ -96,7 +97,8 @@ class OwnParameters(nn.Module):
         if self.parameter_names is None and not self._has(name):
             return None
         value = operator.attrgetter(name)(self._computing(name))
-        _check_is_there(self, name, value)
+        if value is None:
+            raise _missing(self, name)
         return value
 
     def _has(self, name: str) -> bool:
@@ -170,11 +172,10 @@ class OwnParameters(nn.Module):
         return False
 
 
-def _check_is_there(op: OwnParameters, name: str, value: Any) -> None:
-    if value is None:
-        raise AttributeError(
-            f"{name} of {type(op).__name__} must be a tensor, got None; make an op without it"
-        )
+def _missing(op: OwnParameters, name: str) -> AttributeError:
+    return AttributeError(
+        f"{name} of {type(op).__name__} must be a tensor, got None; make an op without it"
+    )
 
 
 def stored(module: nn.Module, name: str) -> list[Tensor]:

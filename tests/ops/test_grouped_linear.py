@@ -215,7 +215,7 @@ def test_splits_on_the_host_while_a_graph_is_captured(groups, monkeypatch):
     module = linear if groups is None else fz.Sequential(fz.Quantize(num_groups=groups), linear)
     x, splits = torch.randn(8, 32, device="meta"), torch.tensor([3, 0, 5])
     given = [splits] * (1 if groups is None else 2)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     for captured in (False, True):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda now=captured: now)
         scope = (

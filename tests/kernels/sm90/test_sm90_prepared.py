@@ -147,16 +147,6 @@ def _as_tuple(result):
     return result if isinstance(result, tuple) else (result,)
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_prepared_ends_are_the_checked_ones(launches, dtype):
-    it = products(2, 64, 32, rows=16)
-    sizes = torch.tensor([9, 7], dtype=dtype)
-    one, other = it.ends(sizes, 16), checked_products.group_ends(sizes, 16)
-    (kind, (source, _, *counts)), (kind2, (source2, _, *counts2)) = launches
-    assert (kind, source, counts) == (kind2, source2, counts2)
-    assert (one.shape, one.dtype) == (other.shape, other.dtype)
-
-
 @pytest.mark.parametrize("single", [True, False], ids=["single", "separate"])
 @pytest.mark.parametrize("whole", [True, False], ids=["mlp", "linear"])
 def test_one_node_launches_what_the_op_does(launches, monkeypatch, single, whole):
