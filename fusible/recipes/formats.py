@@ -203,3 +203,7 @@ def nvfp4(
 def _fp32_scale(power_of_two: bool) -> ScaleName:
     check_bools("an FP8 format", power_of_two=power_of_two)
     return "fp32_power_of_two" if power_of_two else "fp32"
+
+
+SAVED_INPUT = fp8_block()
+"""The format in which activations save their inputs, if so asked (arXiv 2412.19437, 3.3.3)."""

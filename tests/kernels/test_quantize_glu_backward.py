@@ -5,14 +5,15 @@ import reference as ref
 import simt
 import torch
 from torch.library import opcheck
+from torch.testing._internal.optests.generate_tests import ALL_TEST_UTILS
 
 from fusible.activations import ACTIVATIONS
 from fusible.formulas import split_glu
 from fusible.kernels.glu import Glu
 from fusible.kernels.quantize.glu_backward import quantize_glu_backward, writes_activation
-from fusible.kernels.quantize.k_major import quantize_k_major
+from fusible.kernels.quantize.k_major import ScaledMatrix, quantize_k_major
 from fusible.kernels.quantize.spec import GluBackwardSpec, QuantizeSpec
-from fusible.recipes.formats import E5M2, fp8_block, fp8_tensor
+from fusible.recipes.formats import E5M2, SAVED_INPUT, fp8_block, fp8_tensor
 
 ENDS = {
     "ragged": [0, 1, 128, 256, 385, 513],  # groups of 0, 1, 127, 128, 129 and 128 rows
@@ -78,11 +79,19 @@ def test_the_op_with_the_activation_passes_opcheck(fmt):
     assert_passes_opcheck(Glu(), (True, False), False, fmt, activation=True)
 
 
-def assert_passes_opcheck(glu, uses, values, fmt, scaled=True, activation=False):
+@each_scaling
+def test_the_op_of_a_quantized_pre_activation_passes_opcheck(fmt):
+    assert_passes_opcheck(Glu(), (True, True), True, fmt, quantized=True)
+
+
+def assert_passes_opcheck(glu, uses, values, fmt, scaled=True, activation=False, quantized=False):
     dy, preact, scales, ends = operands(80, [130, 600], sides=glu.sides)
     constants, wanted = fmt.as_constants() * 2, (activation, *uses, values)
-    given = dy, preact, scales if scaled else None, ends
-    opcheck(torch.ops.fusible.quantize_glu_backward, (*given, *glu, *constants, *wanted))
+    preact, preact_scale = stored(preact) if quantized else (preact, None)
+    given = dy, preact, scales if scaled else None, ends, preact_scale
+    tests = ["test_faketensor"] if quantized else ALL_TEST_UTILS  # others multiply FP8 numbers
+    op = torch.ops.fusible.quantize_glu_backward
+    opcheck(op, (*given, *glu, *constants, *wanted), test_utils=[*tests])
 
 
 @each_ends
@@ -103,10 +112,46 @@ def test_the_kernels_code_of_every_activation(activation, scaled, monkeypatch):
     assert_as_defined(monkeypatch, ENDS["ragged"], 136, glu, fp8_block(), scaled)
 
 
-def assert_as_defined(monkeypatch, ends, features, glu, fmt, scaled=True):
+@each_ends
+@pytest.mark.parametrize(
+    ("features", "glu"),
+    [(384, Glu()), (512, Glu("swiglu", 128)), (200, Glu("gelu"))],
+    ids=["halves", "stripes", "plain"],
+)
+@each_scaling
+def test_the_kernels_code_of_a_quantized_pre_activation(ends, features, glu, fmt, monkeypatch):
+    assert_as_defined(monkeypatch, ends, features, glu, fmt, quantized=True)
+
+
+@each_ends
+@each_format
+def test_of_a_quantized_pre_activation_it_is_that_of_its_values(ends, fmt):
+    dy, preact, scales, given = operands(200, ends)
+    row = quantize_k_major(preact, SAVED_INPUT, rowwise=True, columnwise=False).row
+    values = row.data.float() * row.scale.repeat_interleave(128, -1)[:, :400]
+    uses = {"rowwise": True, "columnwise": True, "values": True, "act_format": fmt}
+    made = quantize_glu_backward(dy, row, scales, given, Glu(), fmt, **uses)
+    want = quantize_glu_backward(dy, values.bfloat16(), scales, given, Glu(), fmt, **uses)
+    ref.assert_same_bits(made.operands.row[:2], want.operands.row[:2])
+    ref.assert_same_bits(made.operands.column, want.operands.column)
+    ref.assert_same_bits(
+        [made.values, made.scales, *made.activation], [want.values, want.scales, *want.activation]
+    )
+
+
+def stored(preact):
+    """Elements and scales of a pre-activation that was saved quantized, as they are stored."""
+    row = quantize_k_major(preact, SAVED_INPUT, rowwise=True, columnwise=False).row
+    return row.data, row.scale.t()
+
+
+def assert_as_defined(monkeypatch, ends, features, glu, fmt, scaled=True, quantized=False):
     dy, preact, scales, given = operands(features, ends, sides=glu.sides)
     scales = scales if scaled else None
     flags = {"rowwise": True, "columnwise": True, "values": True}
+    if quantized:
+        row = quantize_k_major(preact, SAVED_INPUT, rowwise=True, columnwise=False).row
+        preact = ScaledMatrix(*row[:2])
     want = quantize_glu_backward(dy, preact, scales, given, glu, fmt, **flags)
     results = made_by_the_kernels_code(monkeypatch, (dy, preact, scales, given), glu, fmt)
     pieces, (partials, values) = results[:5], results[5:7]
@@ -127,18 +172,24 @@ def made_by_the_kernels_code(monkeypatch, operands, glu, fmt, uses=(True, True),
     """What the op gives, with the partial sums of the scales' gradient, as the kernel writes it."""
     pytest.importorskip("cutlass")
     dy, preact, scales, ends = operands
+    quantized, scale = isinstance(preact, ScaledMatrix), None
+    if quantized:
+        preact, scale = preact.data, preact.scale.t()
     columns, interleave = preact.shape[1], glu.interleave
     constants = *fmt.as_constants(), *(act or fmt).as_constants()
     wanted = act is not None, *uses, True
-    results = [*torch.ops.fusible.quantize_glu_backward(*operands, *glu, *constants, *wanted)]
+    given = dy, preact, scales, ends, scale, *glu, *constants, *wanted
+    results = [*torch.ops.fusible.quantize_glu_backward(*given)]
     paired = glu.sides == 2 and (interleave or columns // 2) % 128 == 0
     results[5] = torch.empty(-(-columns // 128) >> paired, ROWS)
     for t in results:
         t.flatten().view(torch.uint8).fill_(0xA5)
     quantize = QuantizeSpec(fmt, "bf16", True, False, *uses, k_major=True)
     stripe = interleave if interleave < 8 else 0
-    spec = GluBackwardSpec(quantize, glu.activation, scales is not None, stripe, True, paired, act)
+    options = scales is not None, stripe, True, paired, act, quantized
+    spec = GluBackwardSpec(quantize, glu.activation, *options)
     inside = ends.clamp(max=ROWS).tolist()
+    preact = (preact, scale) if quantized else preact
     simt.quantize_glu_backward(monkeypatch, dy, preact, scales, inside, glu, results, spec)
     return results
 

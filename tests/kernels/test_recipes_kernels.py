@@ -86,6 +86,16 @@ GLU_BACKWARD = [
     GluBackwardSpec(K_MAJOR[0], "situglu", True, 0, True, paired=True),
     GluBackwardSpec(K_MAJOR[0], "clamped_qgeglu", True, 0, False),
     GluBackwardSpec(K_MAJOR[0]._replace(wide_ends=True), "clamped_qgeglu", True, 4, True),
+    # Of a quantized pre-activation.
+    *[
+        GluBackwardSpec(K_MAJOR[0], name, scaled, stripe, values, paired, act, True)
+        for name, scaled, stripe, values, paired, act in (
+            ("swiglu", True, 0, False, True, fp8_block()),
+            ("swiglu", False, 0, True, True, None),
+            ("situglu", True, 0, True, True, fp8_block()),
+            ("gelu", True, 0, False, False, fp8_block()),
+        )
+    ],
     # With the activation.
     *[
         GluBackwardSpec(K_MAJOR[0], name, scaled, 0, values, paired, fp8_block())
@@ -147,6 +157,7 @@ def name(case):
     kernel, spec = case
     if kernel == "quantize.glu_backward.quantize":
         act = "" if spec.act_format is None else f"-{spec.act_format.name}"
+        act += "-quantized" * spec.quantized_preact
         return f"{kernel}-{spec.activation}-{spec.stripe}-{spec.values}-{spec.paired}{act}"
     uses = "".join(letter for letter, on in zip("gwrcvu", spec[2:], strict=False) if on)
     return f"{kernel}-{spec.format.name}-{spec.dtype}-{uses}"

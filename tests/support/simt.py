@@ -238,6 +238,7 @@ def quantize_glu_backward(monkeypatch, dy, preact, scales, ends, glu, results, s
     from fusible.kernels.quantize.device.blocks import BlockCoord
     from fusible.kernels.quantize.device.k_major import KMajorOut
 
+    preact, preact_scale = preact if spec.quantized_preact else (preact, None)
     rows, columns = preact.shape
     width = 256 if spec.paired else 128
     coords = list(_coords(rows, columns, len(ends), ends, rows, width=width))
@@ -252,9 +253,9 @@ def quantize_glu_backward(monkeypatch, dy, preact, scales, ends, glu, results, s
         pieces, (partials, values, *act) = results[:4], results[5:]
         sizes = rows, columns, len(ends), rows
         tile = quantize.thread_tile(block, chunk, *sizes, None, spec.quantize)
-        operands = [0 if t is None else memory.place(t) for t in (dy, preact, scales)]
+        operands = [0 if t is None else memory.place(t) for t in (dy, preact, preact_scale, scales)]
         stripe = glu.interleave or columns // glu.sides
-        source = glu_backward.GluSource(*operands, stripe, tuple(map(f32, glu[2:])))
+        source = glu_backward.GluSource(*operands, stripe, rows, tuple(map(f32, glu[2:])))
         pitch = max(t.shape[-1] for t in (pieces[2], act[0]))
         out = KMajorOut(*[memory.place(t) for t in pieces], pitch)
         data, scale = [memory.place(t) for t in act]

@@ -26,6 +26,7 @@ from fusible.kernels.runtime import launch as runtime_launch
 from fusible.kernels.sm90 import checked_products, grouped_products, launch, operands
 from fusible.kernels.sm90.spec import FORWARD, Spec
 from fusible.ops import grouped_fast_path
+from fusible.recipes.formats import SAVED_INPUT
 from fusible.recipes.quantization import quantize
 
 # The kernels' arguments: see GroupedGemm.__call__.
@@ -110,6 +111,12 @@ def run_product(spec: Spec, *arguments: float) -> None:
             row_scales.copy_(scale.t())
         preact[tail] = act[tail] = math.nan
         out.copy_(act)
+        if spec.quantize_preact:
+            assert not spec.save_preact
+            data, scale, *_ = quantize(preact, SAVED_INPUT)
+            scale[tail] = math.nan
+            tensor_at(k.d_preact, shape, data.dtype).copy_(data)
+            tensor_at(k.preact, scale.t().shape, torch.float32).copy_(scale.t())
         if spec.save_preact:
             tensor_at(k.d_preact, shape, value_dtype, (k.d_preact_pitch, 1)).copy_(preact)
     else:

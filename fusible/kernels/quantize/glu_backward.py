@@ -22,13 +22,21 @@ from fusible.kernels.glu import Glu
 from fusible.kernels.grouped.vectors import launch_tile_sums
 from fusible.kernels.quantize import k_major
 from fusible.kernels.quantize.cuda import supports_matrix
-from fusible.kernels.quantize.k_major import KMajorOperands, RowsToQuantize, ScaledMatrix
+from fusible.kernels.quantize.k_major import (
+    KMajorOperands,
+    RowsToQuantize,
+    ScaledMatrix,
+    StoredOperand,
+    elements_and_scale,
+)
 from fusible.kernels.quantize.spec import GluBackwardSpec, QuantizeSpec
 from fusible.kernels.runtime.gpu import PTX_NAMES
 from fusible.kernels.runtime.launch import aligned, launch
 from fusible.library import define
 from fusible.recipes.blocks import padded_size, with_zero_tail
-from fusible.recipes.formats import BLOCKS, FP8_BLOCK, NumberFormat
+from fusible.recipes.formats import BLOCKS, FP8_BLOCK, SAVED_INPUT, NumberFormat
+from fusible.recipes.matrix import QuantizedMatrix
+from fusible.recipes.quantization import dequantize
 
 _THREAD_COLUMNS = 8  # columns of a thread
 _Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -42,6 +50,16 @@ class GluBackwardInputs(NamedTuple):
     preact: Tensor
     scales: Tensor | None
     ends: Tensor
+    preact_scale: Tensor | None = None
+    """Of a quantized pre-activation, as `StoredOperand.scale` of rows."""
+
+    def decoded(self) -> GluBackwardInputs:
+        """The inputs with the pre-activation in the dtype of ``dy``."""
+        if self.preact_scale is None:
+            return self
+        row = StoredOperand(self.preact, self.preact_scale).row(SAVED_INPUT)
+        preact = dequantize(QuantizedMatrix(*row[:2], None, SAVED_INPUT), self.dy.dtype)
+        return self._replace(preact=preact, preact_scale=None)
 
 
 class GluBackwardUses(NamedTuple):
@@ -88,7 +106,7 @@ class GluGradients(NamedTuple):
 
 def quantize_glu_backward(
     dy: Tensor,
-    preact: Tensor,
+    preact: Tensor | ScaledMatrix,
     scales: Tensor | None,
     ends: Tensor,
     glu: Glu,
@@ -102,11 +120,13 @@ def quantize_glu_backward(
     """Gradients of ``glu(preact) * scales``, that of ``preact`` for FP8 products.
 
     ``dy`` is ``[rows, features]``, ``preact`` ``[rows, features]``, or ``[rows, 2 * features]`` of
-    a gated activation, both BF16, ``scales`` ``[rows]`` or None, ``ends`` the end rows of the
-    groups, ``fmt`` of 1x128 blocks or of whole matrices, and so is ``act_format``, that of the
-    activation ``glu(preact) * scales`` if it is requested, column-wise. Raises what
-    `quantize_k_major` raises, and ValueError for other shapes.
+    a gated activation, both BF16, or ``preact`` rows quantized in the format `SAVED_INPUT`;
+    ``scales`` ``[rows]`` or None, ``ends`` the end rows of the groups, ``fmt`` of 1x128 blocks or
+    of whole matrices, and so is ``act_format``, that of the activation ``glu(preact) * scales`` if
+    it is requested, column-wise. Raises what `quantize_k_major` raises, and ValueError for other
+    shapes.
     """
+    preact, preact_scale = elements_and_scale(preact)
     rows, columns = preact.shape
     of_scales = (rows,) if scales is None else tuple(scales.shape)
     if dy.shape != (rows, columns // glu.sides) or of_scales != (rows,):
@@ -116,7 +136,8 @@ def quantize_glu_backward(
         )
     wanted = GluBackwardUses(act_format is not None, rowwise, columnwise, values)
     # An op has no optional format.
-    inputs = GluBackwardInputs(dy, preact, scales, ends)
+    stored_scale = None if preact_scale is None else preact_scale.t()
+    inputs = GluBackwardInputs(dy, preact, scales, ends, stored_scale)
     made = GluBackwardPieces(*glu_backward_pieces(inputs, glu, fmt, act_format or fmt, wanted))
     operands = k_major.as_operands(made[:5], fmt, rowwise, columnwise, True)
     act = None
@@ -154,10 +175,10 @@ def glu_backward_definition(
     wanted: GluBackwardUses,
 ) -> _Tensors:
     """The definition of the op."""
-    dy, preact, scales, ends = inputs
+    dy, preact, scales, ends, _ = inputs.decoded()
     dpreact, dscales = glu.backward(dy, preact, scales)
     dpreact = with_zero_tail(dpreact, ends)
-    dscales = preact.new_empty(0) if dscales is None else with_zero_tail(dscales, ends)
+    dscales = dy.new_empty(0) if dscales is None else with_zero_tail(dscales, ends)
     rounded = RowsToQuantize(dpreact, ends)
     pieces = k_major.definition(rounded, fmt, wanted.rowwise, wanted.columnwise)
     act = glu.forward(preact, scales) if wanted.activation else dy  # of the same shape
@@ -173,11 +194,11 @@ def _outputs(
     wanted: GluBackwardUses,
 ) -> _Tensors:
     """Allocate what the op returns."""
-    _, preact, scales, ends = inputs
+    dy, preact, scales, ends, _ = inputs
     rows = RowsToQuantize(preact, ends)
     pieces = k_major.outputs(rows, fmt, wanted.rowwise, wanted.columnwise)
-    dpreact = preact.new_empty(preact.shape if wanted.values else (0,))
-    dscales = preact.new_empty(0) if scales is None else torch.empty_like(scales)
+    dpreact = dy.new_empty(preact.shape if wanted.values else (0,))
+    dscales = dy.new_empty(0) if scales is None else torch.empty_like(scales)
     return *pieces, dscales, dpreact, *_act_pieces(inputs, act_format, wanted)
 
 
@@ -198,8 +219,9 @@ def _cuda(
     act_format: NumberFormat,
     wanted: GluBackwardUses,
 ) -> _Tensors | NotImplementedType:
-    dy, preact, scales, ends = inputs
-    rows, columns = RowsToQuantize(preact, ends), preact.shape[1]
+    dy, preact, scales, ends, preact_scale = inputs
+    columns = preact.shape[1]
+    rows = RowsToQuantize(dy, ends)  # of the dtype of the gradient that is quantized
     k_major.check(rows, fmt)
     if wanted.activation:
         k_major.check(rows, act_format)
@@ -207,14 +229,16 @@ def _cuda(
             return NotImplemented
     stripe = _stripe(glu, columns)
     fits = (
-        dy.dtype == preact.dtype == torch.bfloat16
+        dy.dtype == torch.bfloat16
+        and preact.dtype == (dy.dtype if preact_scale is None else SAVED_INPUT.element.dtype)
         and (fmt.directional or fmt.block is None)
         and (stripe in (1, 2, 4) or stripe % _THREAD_COLUMNS == 0)
-        and supports_matrix(preact, preact.dtype, ends)
+        and supports_matrix(preact, dy.dtype, ends)
     )
     if not fits:
         return NotImplemented
-    inputs = GluBackwardInputs(aligned(dy), aligned(preact), scales, ends)
+    scale = None if preact_scale is None else preact_scale.contiguous()
+    inputs = GluBackwardInputs(aligned(dy), aligned(preact), scales, ends, scale)
     return launch_glu_backward(inputs, glu, fmt, act_format, wanted)
 
 
@@ -226,9 +250,11 @@ def launch_glu_backward(
     wanted: GluBackwardUses,
 ) -> _Tensors:
     """The op by its kernels, of aligned operands that these support, unchecked."""
+    if not (glu.sides == 1 or _paired(glu, inputs.preact.shape[1])):
+        inputs = inputs.decoded()
     if fmt.block is not None:
         return _launch(inputs, glu, fmt, act_format, wanted)
-    _, preact, _, ends = inputs
+    preact, ends = inputs.preact, inputs.ends
     amax = preact.new_zeros(len(ends), dtype=torch.int32)
     for_values = GluBackwardUses(activation=False, rowwise=False, columnwise=False, values=True)
     results = _launch(inputs, glu, fmt, act_format, for_values, amax)
@@ -236,7 +262,7 @@ def launch_glu_backward(
     if wanted.rowwise or wanted.columnwise:
         rounded = RowsToQuantize(dpreact, ends)
         pieces = k_major.launch_quantize(rounded, fmt, wanted.rowwise, wanted.columnwise, amax)
-    return *pieces, dscales, dpreact if wanted.values else preact.new_empty(0), *results[7:]
+    return *pieces, dscales, dpreact if wanted.values else dpreact.new_empty(0), *results[7:]
 
 
 def _launch(
@@ -248,20 +274,20 @@ def _launch(
     amax: Tensor | None = None,
 ) -> _Tensors:
     """The kernel; with ``amax`` it finds the groups' largest magnitudes."""
-    dy, preact, scales, ends = inputs
+    dy, preact, scales, ends, preact_scale = inputs
     rows, columns = preact.shape
     pieces = k_major.outputs(RowsToQuantize(preact, ends), fmt, wanted.rowwise, wanted.columnwise)
-    dpreact = preact.new_empty(preact.shape if wanted.values else (0,))
+    dpreact = dy.new_empty(preact.shape if wanted.values else (0,))
     act = _act_pieces(inputs, act_format, wanted)
     stripe, paired = _stripe(glu, columns), _paired(glu, columns)
     blocks = 0 if scales is None else -(-columns // FP8_BLOCK) >> paired
     of_rows = None if scales is None else scales.float().contiguous()
-    partials = preact.new_empty(blocks * rows, dtype=torch.float32)
-    which = glu.activation, scales is not None, stripe, paired
+    partials = dy.new_empty(blocks * rows, dtype=torch.float32)
+    which = glu.activation, scales is not None, stripe, paired, preact_scale is not None
     of_act = act_format if wanted.activation else None
     constants = _kernel(fmt, of_act, ends.dtype, wanted, *which)
     sizes = rows, columns, len(ends), padded_size(rows, len(ends), FP8_BLOCK), stripe
-    addresses = dy, preact, of_rows, ends, amax, *pieces, partials, dpreact, *act
+    addresses = dy, preact, preact_scale, of_rows, ends, amax, *pieces, partials, dpreact, *act
     launch("quantize.glu_backward.quantize", constants, dy.device, *addresses, *sizes, *glu[2:])
     dscales = partials if scales is None else launch_tile_sums(partials, rows, scales.dtype)
     return *pieces, dscales, dpreact, *act
@@ -277,13 +303,14 @@ def _kernel(
     scaled: bool,
     stripe: int,
     paired: bool,
+    quantized_preact: bool,
 ) -> tuple[GluBackwardSpec]:
     wide, dtype = ends == torch.int64, PTX_NAMES[torch.bfloat16]
     uses = wanted.rowwise, wanted.columnwise
     quantize = QuantizeSpec(fmt, dtype, True, wide, *uses, k_major=True)
     narrow = stripe if stripe < _THREAD_COLUMNS else 0
-    spec = GluBackwardSpec(quantize, activation, scaled, narrow, wanted.values, paired, act_format)
-    return (spec,)
+    options = scaled, narrow, wanted.values, paired, act_format, quantized_preact
+    return (GluBackwardSpec(quantize, activation, *options),)
 
 
 glu_backward_pieces = define(

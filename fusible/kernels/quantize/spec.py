@@ -133,6 +133,11 @@ class GluBackwardSpec(NamedTuple):
 
     Only if ``paired``, or of an activation that is not gated, and without scales of whole groups.
     """
+    quantized_preact: bool = False
+    """The pre-activation is in the format `SAVED_INPUT`.
+
+    Only if ``paired``, or of an activation that is not gated.
+    """
 
     @property
     def stages_linears(self) -> bool:

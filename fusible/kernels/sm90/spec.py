@@ -84,6 +84,7 @@ class Spec(NamedTuple):
     stripe: int = 0  # neighbouring gate columns before their linear columns, within a tile
     paired: bool = False  # gate and linear columns are further apart than a tile: two boxes
     save_preact: bool = False  # `FORWARD`: the pre-activation is stored as well
+    quantize_preact: bool = False  # the same, in the format `SAVED_INPUT`; with out_format
     out_format: NumberFormat | None = None  # `FORWARD`: if the output is quantized, in 1x128 blocks
     out_dtype: str = "bfloat16"
     accumulate: bool = False

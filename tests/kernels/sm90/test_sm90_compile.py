@@ -116,6 +116,8 @@ def fp8_variants(kind, tile):
             yield {**quantized, **QGEGLU, **BLOCKS_OF_16, "save_preact": True}
             for name in ("geglu", "glu", "qgeglu", "reglu", "sreglu"):
                 yield {**quantized, "activation": name, **halves, "save_preact": True}
+            kept = {**quantized, **halves, "quantize_preact": True}
+            yield from ({**kept, **SWIGLU}, {**kept, "activation": "geglu"})
         if supports_tile(kind, tile, "k", 0, False, "situglu", True):
             situglu = {"activation": "situglu", "row_scale": "float32"}
             yield {**FP8, **situglu, **halves, "save_preact": True}
@@ -127,6 +129,7 @@ def fp8_variants(kind, tile):
         yield {**FP8, **of_rows, "save_preact": True}
         if supports_tile(kind, tile, "k", 0, bias, "gelu", True, quantized=True):
             yield {**FP8, **of_rows, "save_preact": True, "out_format": fp8_block()}
+            yield {**FP8, **of_rows, "quantize_preact": True, "out_format": fp8_block()}
     elif kind == "wgrad":
         into = {"out_dtype": "float32", "accumulate": True, "table": True}
         yield {**FP8, "b_scale_layout": "rows", **into}

@@ -17,16 +17,17 @@ ROWS, SIZES = 200, (70, 0, 64, 41)  # the last 25 are not written
 UNTOUCHED = 7  # what elements and scales begin with
 
 
-def store(monkeypatch, x, fmt):
+def store(monkeypatch, x, fmt, before=0):
     """What tiles of 64 rows write of ``x``, of which the rows of each group are one after another.
 
-    Past the last column a thread holds NaN.
+    Past the last column a thread holds NaN. The output has as many columns ``before`` these.
     """
     columns, blocks = x.shape[1], -(-x.shape[1] // 128)
+    total = before + columns
     wide = torch.full((ROWS + 64, blocks * 128), torch.nan, dtype=torch.bfloat16)
     wide[:ROWS, :columns] = x
-    elements = torch.full((ROWS, columns), UNTOUCHED, dtype=torch.uint8)
-    scales = torch.full((blocks, ROWS), float(UNTOUCHED))
+    elements = torch.full((ROWS, total), UNTOUCHED, dtype=torch.uint8)
+    scales = torch.full((before // 128 + blocks, ROWS), float(UNTOUCHED))
     starts = np.cumsum([0, *SIZES])
     tiles = [
         (start, size, row, 128 * block)
@@ -47,7 +48,8 @@ def store(monkeypatch, x, fmt):
             row = first + thread // 32 * 16 + thread % 32 // 4 + half
             pairs = [column // 2 + 4 * eight + thread % 4 for eight in range(16)]
             held = [words[start + row, pair] for pair in pairs]
-            quantized_rows.store_quantized(held, fmt, addresses, problem, coord, row)
+            to = addresses, total, before + column, problem, coord, row
+            quantized_rows.store_quantized(held, fmt, *to)
     return elements, scales
 
 
@@ -68,3 +70,14 @@ def test_elements_and_scales_are_those_of_the_quantizer(monkeypatch, columns, fm
     )
     assert (elements[live:] == UNTOUCHED).all()
     assert (scales[:, live:] == UNTOUCHED).all()
+
+
+def test_columns_of_one_side_of_a_pre_activation(monkeypatch):
+    torch.manual_seed(0)
+    x = torch.randn(ROWS, 256).bfloat16()
+    alone = store(monkeypatch, x, fp8_block())
+    elements, scales = store(monkeypatch, x, fp8_block(), before=256)
+    assert torch.equal(elements[:, 256:], alone[0])
+    assert torch.equal(scales[2:], alone[1])
+    assert (elements[:, :256] == UNTOUCHED).all()
+    assert (scales[:2] == UNTOUCHED).all()

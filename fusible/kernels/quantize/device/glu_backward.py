@@ -21,6 +21,7 @@ from cutlass.memory import SmemAllocator
 from fusible.activations import ACTIVATIONS
 from fusible.kernels.device import bits
 from fusible.kernels.device.activations import evaluate
+from fusible.kernels.quantize.device import numbers
 from fusible.kernels.quantize.device.blocks import grid_of, store_padded_ends
 from fusible.kernels.quantize.device.k_major import KMajorOut, computed_anew, store_block
 from fusible.kernels.quantize.device.magnitudes import largest_of_columns, over_rows
@@ -30,6 +31,7 @@ from fusible.kernels.quantize.device.quantize import (
     thread_tile,
 )
 from fusible.kernels.quantize.spec import THREADS
+from fusible.recipes.formats import FP8_BLOCK, SAVED_INPUT
 
 _BYTES = 2  # of BF16
 _ROWS = 4  # of a thread, after which addresses are computed anew
@@ -44,10 +46,13 @@ class GluSource(NamedTuple):
     """Gradient of the activation, contiguous ``[rows, features]``."""
     preact: Int64
     """Contiguous ``[rows, features]``, or ``[rows, 2 * features]`` if it is gated."""
+    preact_scales: Int64
+    """Of a quantized pre-activation, contiguous ``[ceil(features / 128), rows]``."""
     scales: Int64
     """FP32, of the rows."""
     glu_block: Int32
     """Distance from a gate column to its linear column; as many gates are neighbours."""
+    rows: Int32
     constants: tuple
 
 
@@ -63,11 +68,18 @@ def gradients(source, tile, columns, values_out, spec):
     activation's, in shared memory. Then the FP32 bits of the gradient of one row's scale by the
     columns of its block: in the i-th of the threads that share a row, of the thread's i-th row.
     """
+    # Each thread loads what is one number for one of its rows.
     own = cute.arch.lane_idx() % spec.quantize.lanes
     live = tile.live != 0
+    has_row = Int32(Boolean(own < tile.count) & live)
     if spec.scaled:
-        entry = source.scales + Int64(tile.first + own) * 4
-        (scale,) = bits.load(entry, Int32(Boolean(own < tile.count) & live), 1)
+        (scale,) = bits.load(source.scales + Int64(tile.first + own) * 4, has_row, 1)
+    preact_scales = []
+    if spec.quantized_preact:
+        for side in range(1 + spec.paired):
+            block = (tile.column + side * source.glu_block) // FP8_BLOCK
+            at = Int64(block) * Int64(source.rows) + Int64(tile.first + own)
+            preact_scales += bits.load(source.preact_scales + at * 4, has_row, 1)
     first = cute.arch.lane_idx() - own
     of_row = _narrow if spec.stripe else _paired if spec.paired else _wide
     if ACTIVATIONS[spec.activation].sides == 1:
@@ -84,7 +96,12 @@ def gradients(source, tile, columns, values_out, spec):
         row_scale = Float32(1.0)
         if spec.scaled:
             row_scale = bits.to_float(cute.arch.shuffle_sync(scale, first + r))
-        sides, act, total = of_row(source, tile.column, start, row_scale, inside, spec)
+        factors = [
+            numbers.decode_scale(cute.arch.shuffle_sync(stored, first + r), SAVED_INPUT)
+            for stored in preact_scales
+        ]
+        operands = _Row(source, start, inside, factors, spec)
+        sides, act, total = of_row(operands, tile.column, row_scale)
         packed = [bits.pack(values, spec.quantize.dtype) for values in sides]
         if spec.quantize.has_matrix_scales:
             rows = [largest_of_columns([*rows, *packed], spec.quantize.dtype)]
@@ -125,9 +142,34 @@ class _SharedRows:
         ]
 
 
-def _load(address, offset, inside, words, spec):
-    """Numbers of ``words`` words from the ``offset``-th one on."""
-    return bits.unpack(bits.load(address + offset * _BYTES, inside, words), spec.quantize.dtype)
+class _Row:
+    """A thread's part of the operands in one row.
+
+    ``factors`` are those of a quantized pre-activation's gates, or only operand, and linears.
+    """
+
+    def __init__(self, source, start, inside, factors, spec):
+        self.source, self.start, self.inside = source, start, inside
+        self.factors, self.spec = factors, spec
+
+    def dy(self, offset, count):
+        """``count`` numbers of the activation's gradient from the ``offset``-th on."""
+        return self._load(self.source.dy, offset, count)
+
+    def preact(self, column, side=0):
+        """The thread's numbers of the pre-activation from a column on.
+
+        Quantized ones are elements times powers of two, which need no rounding to BF16.
+        """
+        source, count, at = self.source, self.spec.quantize.vector, self.start + Int64(column)
+        if not self.spec.quantized_preact:
+            return self._load(source.preact, at, count)
+        words, factor = bits.load(source.preact + at, self.inside, count // 4), self.factors[side]
+        return [value * factor for value in numbers.unpack_elements(words, SAVED_INPUT)]
+
+    def _load(self, address, offset, count):
+        words = bits.load(address + offset * _BYTES, self.inside, count * _BYTES // 4)
+        return bits.unpack(words, self.spec.quantize.dtype)
 
 
 def _act_column(column, glu_block):
@@ -139,12 +181,12 @@ def _act_column(column, glu_block):
 # None where the thread block has only some operands of it; bits of the gradient of the row's scale.
 
 
-def _plain(source, column, start, row_scale, inside, spec):
+def _plain(row, column, row_scale):
     """Of an activation's only operand."""
-    words, at = spec.quantize.words, start + Int64(column)
-    dy = _load(source.dy, at, inside, words, spec)
+    source, spec = row.source, row.spec
+    dy = row.dy(row.start + Int64(column), spec.quantize.vector)
     values, act, total = [], [], Float32(0.0)
-    for gradient, operand in zip(dy, _load(source.preact, at, inside, words, spec), strict=True):
+    for gradient, operand in zip(dy, row.preact(column), strict=True):
         value, (slope,) = evaluate(spec.activation, (operand,), source.constants)
         total = total + gradient * value
         values.append(gradient * row_scale * slope)
@@ -152,11 +194,12 @@ def _plain(source, column, start, row_scale, inside, spec):
     return [values], act, bits.to_bits(total)
 
 
-def _narrow(source, column, start, row_scale, inside, spec):
+def _narrow(row, column, row_scale):
     """Of neighbouring gate and linear columns."""
-    words, stripe = spec.quantize.words, spec.stripe
-    dy = _load(source.dy, (start + Int64(column)) // 2, inside, words // 2, spec)
-    preact = _load(source.preact, start + Int64(column), inside, words, spec)
+    source, spec = row.source, row.spec
+    stripe = spec.stripe
+    dy = row.dy((row.start + Int64(column)) // 2, spec.quantize.vector // 2)
+    preact = row.preact(column)
     values, total = [None] * len(preact), Float32(0.0)
     for i, gradient in enumerate(dy):
         gate = i // stripe * 2 * stripe + i % stripe
@@ -167,13 +210,12 @@ def _narrow(source, column, start, row_scale, inside, spec):
     return [values], None, bits.to_bits(total)
 
 
-def _paired(source, gate, start, row_scale, inside, spec):
+def _paired(row, gate, row_scale):
     """Of gates from column ``gate`` on and of their linear columns, in stripes of at least 8."""
-    words, block = spec.quantize.words, source.glu_block
-    dy_column = _act_column(gate, block)
-    dy = _load(source.dy, start // 2 + Int64(dy_column), inside, words, spec)
-    gates = _load(source.preact, start + Int64(gate), inside, words, spec)
-    linears = _load(source.preact, start + Int64(gate + block), inside, words, spec)
+    source, spec = row.source, row.spec
+    block = source.glu_block
+    dy = row.dy(row.start // 2 + Int64(_act_column(gate, block)), spec.quantize.vector)
+    gates, linears = row.preact(gate), row.preact(gate + block, side=1)
     of_gates, of_linears, act, total = [], [], [], Float32(0.0)
     for gradient, *pair in zip(dy, gates, linears, strict=True):
         value, (d_gate, d_linear) = evaluate(spec.activation, pair, source.constants)
@@ -184,11 +226,11 @@ def _paired(source, gate, start, row_scale, inside, spec):
     return [of_gates, of_linears], act, bits.to_bits(total)
 
 
-def _wide(source, column, start, row_scale, inside, spec):
+def _wide(row, column, row_scale):
     """Of gates, or of linear columns, which leave their scale's gradient to the gates."""
-    is_linear = column // source.glu_block % 2
-    gate = column - is_linear * source.glu_block
-    sides, _, total = _paired(source, gate, start, row_scale, inside, spec)
+    block = row.source.glu_block
+    is_linear = column // block % 2
+    sides, _, total = _paired(row, column - is_linear * block, row_scale)
     values = [
         bits.to_float(bits.select(is_linear, bits.to_bits(of_linear), bits.to_bits(of_gate)))
         for of_gate, of_linear in zip(*sides, strict=True)
@@ -237,6 +279,7 @@ def quantize_gradients(source, tile, rows, columns, amax, out, act_out, partials
 def _quantize(
     dy: Int64,
     preact: Int64,
+    preact_scales: Int64,
     scales: Int64,
     ends: Int64,
     amax: Int64,
@@ -271,7 +314,8 @@ def _quantize(
         if cta == 0:
             store_padded_ends(ends, padded_ends, groups, rows, quantize.rows, quantize.wide_ends)
     if tile.rows > 0:
-        source = GluSource(dy, preact, scales, glu_block, (limit, alpha, offset))
+        constants = limit, alpha, offset
+        source = GluSource(dy, preact, preact_scales, scales, glu_block, rows, constants)
         out = KMajorOut(row_data, row_scale, col_data, col_scale, col_pitch)
         act_out = out._replace(col_data=act_data, col_scale=act_scale)
         given = source, tile, rows, columns, amax, out, act_out, partials, values
@@ -282,6 +326,7 @@ def _quantize(
 def quantize(
     dy: Int64,
     preact: Int64,
+    preact_scales: Int64,
     scales: Int64,
     ends: Int64,
     amax: Int64,
@@ -315,9 +360,9 @@ def quantize(
     if cutlass.const_expr(spec.paired):
         chunks = chunks // 2
     _quantize(
-        dy, preact, scales, ends, amax, row_data, row_scale, col_data, col_scale, padded_ends,
-        partials, values, act_data, act_scale, rows, columns, groups, col_pitch, glu_block,
-        limit, alpha, offset, chunks, spec,
+        dy, preact, preact_scales, scales, ends, amax, row_data, row_scale, col_data, col_scale,
+        padded_ends, partials, values, act_data, act_scale, rows, columns, groups, col_pitch,
+        glu_block, limit, alpha, offset, chunks, spec,
     ).launch(
         grid=[blocks * chunks, 1, 1], block=[THREADS, 1, 1], stream=stream,
         min_blocks_per_mp=spec.resident,

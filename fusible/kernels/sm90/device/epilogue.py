@@ -27,6 +27,7 @@ from fusible.kernels.sm90.device.quantized_rows import store_quantized
 from fusible.kernels.sm90.device.stores import output_of
 from fusible.kernels.sm90.device.stripes import untangle
 from fusible.kernels.sm90.spec import FORWARD, WARPGROUP_ROWS, Spec
+from fusible.recipes.formats import SAVED_INPUT
 
 
 class Epilogue:
@@ -284,7 +285,7 @@ class Epilogue:
         self, writer, accumulator, m, output_scales, both, slab, coord: TileCoord,
         count: cutlass.Constexpr,
     ):  # fmt: skip
-        """Quantize the scaled activation, rounded to BF16; if kept, store the accumulator first."""
+        """Quantize the scaled activation, rounded to BF16; store the accumulator, if it is kept."""
         spec, problem, rows = self.spec, self.problem, ([], [])
         store_preact, settle = self._store_preact, writer.settle
         for index in cutlass.range_constexpr(spec.width // self.columns):
@@ -301,11 +302,30 @@ class Epilogue:
                     rows[half].extend(bits.pack(values[2 * half : 2 * half + 2], "bf16"))
         if const_expr(self.tile.m < WARPGROUP_ROWS):  # the other rows are of the next tile
             coord = coord._replace(rows=cutlass.min(coord.rows, coord.row + self.tile.m))
+        out, fmt, addresses = spec.out_format, SAVED_INPUT, self.outputs.quantized_preact
         for half in cutlass.range_constexpr(2):
             row = coord.row + self._row(m, half)
-            store_quantized(
-                rows[half], spec.out_format, self.outputs.quantized, problem, coord, row
-            )
+            to = problem.columns, coord.column
+            store_quantized(rows[half], out, self.outputs.quantized, *to, problem, coord, row)
+            if const_expr(spec.quantize_preact):
+                for side in cutlass.range_constexpr(spec.sides):
+                    words = self._words(accumulator, m, half, side)
+                    at = gate_column(spec, coord.column, problem.glu_block)
+                    to = problem.columns * spec.sides, at + side * problem.glu_block
+                    store_quantized(words, fmt, addresses, *to, problem, coord, row)
+
+    def _words(self, accumulator, m, half, side):
+        """The accumulator's columns of a side in one of a thread's rows, rounded to BF16.
+
+        Of an activation's only operand, or of gate and linear columns that lie apart.
+        """
+        eights = self.spec.width // 8
+        values = [
+            self._value(accumulator, m, side * eights + eight, 2 * half + i)
+            for eight in range(eights)
+            for i in range(2)
+        ]
+        return bits.pack(values, "bf16")
 
     @cute.jit
     def _backward_slab(

@@ -118,7 +118,8 @@ class GroupedGemm:
         ``columns`` counts activation columns, ``glu_block`` is the distance from a gate column
         to its linear column and ``glu_columns`` the bound of gate columns. ``row_results`` [tiles
         across, total_rows] are a backward's sums for the gradients of scales, or the scales of a
-        quantized output, whose elements ``out`` are contiguous.
+        quantized output, whose elements ``out`` are contiguous. So are those of a quantized
+        pre-activation, ``d_preact``, whose scales are ``preact``.
 
         FP8 operands are contiguous along the reduction; where it is grouped they are ``a``
         [columns, total_rows] and ``b`` [depth, total_rows], contiguous, and groups end at multiples
@@ -236,6 +237,7 @@ class GroupedGemm:
             if const_expr(spec.is_backward and spec.row_scale != "")
             else None,
             (out, row_results) if const_expr(spec.out_format is not None) else None,
+            (d_preact, preact) if const_expr(spec.quantize_preact) else None,
             self._pointer(Int32, counter),
             layout_a,
             layout_b,
@@ -329,6 +331,7 @@ class GroupedGemm:
         scales,
         partials,
         quantized,
+        quantized_preact,
         counter: cute.Pointer,
         layout_a: cute.ComposedLayout,
         layout_b: cute.ComposedLayout,
@@ -457,7 +460,10 @@ class GroupedGemm:
             cute.recast_ptr(shared.preact.data_ptr(), dtype=self.out_dtype),
             self._rows_layout(self.out_dtype).outer,
         )
-        outputs = Outputs(store, store_preact, blocks, bias, scales, partials, quantized, constants)
+        outputs = Outputs(
+            store, store_preact, blocks, bias, scales, partials, quantized, quantized_preact,
+            constants,
+        )  # fmt: skip
 
         # What is above runs under the end of the kernel before, whose results each role waits for.
         if warpgroup_index == 0:

@@ -95,6 +95,7 @@ class Outputs(NamedTuple):
     scales: Any
     partials: Any  # sums over a tile's columns, of which the gradients of scales are made
     quantized: Any  # addresses of a quantized output's elements and scales
+    quantized_preact: Any  # the same of a quantized pre-activation
     constants: tuple[Any, Any, Any]  # of the activation
 
 

@@ -16,13 +16,21 @@ _VECTOR = 16  # elements of one store
 
 
 def store_quantized(
-    words, fmt: NumberFormat, addresses, problem: Problem, coord: TileCoord, row: Int32
+    words,
+    fmt: NumberFormat,
+    addresses,
+    columns: Int32,
+    column: Int32,
+    problem: Problem,
+    coord: TileCoord,
+    row: Int32,
 ):
-    """Quantize a thread's part of the tile's `FP8_BLOCK` columns of a row, and store it.
+    """Quantize a thread's part of `FP8_BLOCK` columns of a row, and store it.
 
-    The columns share a scale. ``row`` is counted from the group's first. ``addresses`` are those
-    of the elements ``[total_rows, columns]`` and of the scales ``[blocks of columns, total_rows]``;
-    ``columns`` is a multiple of 16.
+    The columns share a scale; they begin at ``column`` and are as many as the output has from the
+    tile's on. ``row`` is counted from the group's first. ``addresses`` are those of the elements
+    ``[total_rows, columns]`` and of the scales ``[blocks of columns, total_rows]``; ``columns`` is
+    a multiple of 16.
     """
     elements, scales = addresses
     part, left = cute.arch.lane_idx() % 4, problem.columns - coord.column
@@ -31,14 +39,14 @@ def store_quantized(
     words = [bits.select(left > i // 2 * _VECTOR, word, 0) for i, word in enumerate(words)]
     largest = largest_of_lanes(largest_of(words, "bf16"), 4, "bf16")
     scale, factor = numbers.encode_scale(magnitude(largest, "bf16"), None, fmt)
-    offset = Int64(coord.column // FP8_BLOCK) * Int64(problem.total_rows) + at
+    offset = Int64(column // FP8_BLOCK) * Int64(problem.total_rows) + at
     bits.store(scales + offset * 4, [scale], Int32(inside & (part == 0)))
     packed = numbers.pack_elements([value * factor for value in bits.unpack(words, "bf16")], fmt)
     for first in range(0, len(packed), 4):
-        column = (first + part) * _VECTOR
+        own = (first + part) * _VECTOR
         vector = _neighbours(_of_four_threads(packed[first : first + 4]))
-        offset = at * Int64(problem.columns) + Int64(coord.column + column)
-        bits.store(elements + offset, vector, Int32(inside & (column < left)))
+        offset = at * Int64(columns) + Int64(column + own)
+        bits.store(elements + offset, vector, Int32(inside & (own < left)))
 
 
 def _of_four_threads(words):
