@@ -30,7 +30,7 @@ from fusible.kernels.quantize.k_major import quantize_k_major, transposed
 from fusible.kernels.runtime.gpu import has_cutlass
 from fusible.kernels.sm90 import checked_products as ops
 from fusible.kernels.sm90 import tiles
-from fusible.recipes.formats import fp8_block, fp8_tensor, mxfp8, nvfp4
+from fusible.recipes.formats import SAVED_INPUT, fp8_block, fp8_tensor, mxfp8, nvfp4
 from fusible.recipes.matrix import Uses
 from fusible.recipes.quantize_ops import dequantize_matrix, quantize_for
 from fusible.recipes.stored import StoredWeights
@@ -250,6 +250,9 @@ def quantize() -> None:
     quantize_glu_backward(dy, preact[:, :256], None, ends, Glu("gelu"), fp8_block(), **uses)
     for glu, of_both in ((Glu("swiglu", 128), preact), (Glu("gelu"), preact[:, :256])):
         given = dy, of_both, scales, ends, glu, fp8_block()
+        quantize_glu_backward(*given, **uses, act_format=fp8_block())
+        kept = quantize_k_major(of_both, SAVED_INPUT, rowwise=True, columnwise=False).row
+        given = dy, kept, scales, ends, glu, fp8_block()
         quantize_glu_backward(*given, **uses, act_format=fp8_block())
     transposed(x.to(torch.float8_e4m3fn))
 

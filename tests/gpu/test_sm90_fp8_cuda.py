@@ -19,7 +19,7 @@ from fusible.kernels.sm90 import checked_products as ops
 from fusible.kernels.sm90.spec import Spec, Tile
 from fusible.kernels.sm90.tiles import FP8_TILES, supports_tile
 from fusible.recipes.formats import E5M2 as E5M2_ELEMENT
-from fusible.recipes.formats import fp8_block, fp8_tensor
+from fusible.recipes.formats import SAVED_INPUT, fp8_block, fp8_tensor
 
 pytestmark = [*hopper, pytest.mark.usefixtures("poisoned")]
 
@@ -299,6 +299,59 @@ def test_activation_quantized_in_the_epilogue(kind, tile, features):
             assert torch.equal(made[0], preact)
             assert torch.equal(made[1].view(torch.uint8), want.data.view(torch.uint8))
             assert torch.equal(made[2], want.scale.t())
+
+
+@pytest.mark.parametrize(
+    ("kind", "tile"),
+    [
+        (kind, tile)
+        for kind in ("glu", "act")
+        for tile in FP8_TILES[kind]
+        if supports_tile(kind, tile, "k", 0, False, "", True, quantized=True)
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("features", [128, 384, 1024 + 128])
+def test_pre_activation_quantized_in_the_epilogue(kind, tile, features):
+    """The bits of a launch that stores the pre-activation, and of the quantizer after it."""
+    glus = [Glu("swiglu"), Glu("geglu", 128)] if kind == "glu" else [Glu("gelu")]
+    for glu in glus:
+        x, x_scale = row_operand(sum(SIZES), 656)
+        w, w_scale = weight_operand(len(SIZES), glu.sides * features, 656)
+        scales = torch.rand(len(x), device="cuda")
+        given = x, w, ends_of(SIZES), scales, glu, None, True, x_scale, w_scale, fp8_block()
+        with in_tile(tile):
+            preact, *wanted = grouped.grouped_glu_quantized(*given)
+            made, *others = grouped.grouped_glu_quantized(*given, True)
+        row = quantize_k_major(preact, SAVED_INPUT, rowwise=True, columnwise=False).row
+        assert_same_bits([made, others.pop()], [row.data, row.scale.t()])
+        assert_same_bits(others, wanted[:2])
+
+
+@pytest.mark.parametrize("sizes", [SIZES, (0, 0, 5), (0,), (300,) * 40], ids=str)
+@pytest.mark.parametrize("fmt", [fp8_block(E5M2_ELEMENT), fp8_tensor()], ids=["blocks", "groups"])
+@pytest.mark.parametrize(("interleave", "features"), [(0, 384), (128, 512), (0, 72), (8, 128)])
+@pytest.mark.parametrize("activation", ["swiglu", "geglu", "srelu"])
+def test_the_backward_of_a_quantized_pre_activation(activation, interleave, features, fmt, sizes):
+    """The bits of the backward of its values in BF16."""
+    glu = Glu(activation, interleave if ACTIVATIONS[activation].sides == 2 else 0)
+    rows, ends = sum(sizes) + TAIL, ends_of(sizes)
+    dy, preact = (torch.randn(rows, n * features, device="cuda").bfloat16() for n in (1, glu.sides))
+    preact *= torch.randint(-8, 8, (rows, 1), device="cuda").float().exp2()
+    scales = torch.rand(rows, device="cuda")
+    for t in (dy, preact, scales):
+        t[sum(sizes) :] = math.nan
+    row = quantize_k_major(preact, SAVED_INPUT, rowwise=True, columnwise=False).row
+    of_columns = row.scale.repeat_interleave(128, -1)[:, : preact.shape[1]]
+    values = (row.data.float() * of_columns).bfloat16()
+    uses = {"rowwise": True, "columnwise": True, "values": True, "act_format": fp8_block()}
+    made, wanted = [
+        quantize_glu_backward(dy, of, scales, ends, glu, fmt, **uses) for of in (row, values)
+    ]
+    assert_same_bits(made.operands.row[:2], wanted.operands.row[:2])
+    assert_same_bits(*[written(of.operands.column) for of in (made, wanted)])
+    assert_same_bits(*[written(of.activation) for of in (made, wanted)])
+    assert_same_bits([made.values, made.scales], [wanted.values, wanted.scales])
 
 
 def _check_backward(glu, features, scales_dtype):

@@ -453,7 +453,8 @@ def fp8_cases():
     glu = torch.rand(9), *Glu(), None, True
     yield "glu, FP8", ops.grouped_glu, (x, [w], ends, *glu, x_scale, w_scale)
     quantized = x, [w], ends, *glu, x_scale, w_scale, *fp8_block().as_constants()
-    yield "glu, FP8, quantized", ops.grouped_glu_quantized, quantized
+    yield "glu, FP8, quantized", ops.grouped_glu_quantized, (*quantized, False)
+    yield "glu, FP8, both quantized", ops.grouped_glu_quantized, (*quantized, True)
     (dy, dy_scale), (x, x_scale) = fp8((384, 16), (3, 16)), fp8((384, 32), (3, 32))
     ends = ends_of([128, 0, 256, 0])
     yield "wgrad, FP8", ops.grouped_wgrad, (dy, x, ends, None, dy_scale, x_scale)

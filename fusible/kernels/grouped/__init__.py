@@ -42,7 +42,7 @@ from fusible.kernels.grouped import (
 from fusible.kernels.grouped.groups import checks_enabled
 from fusible.kernels.sm90 import checked_products as sm90
 from fusible.library import define
-from fusible.recipes.formats import FP8_BLOCK, value_dtype
+from fusible.recipes.formats import FP8_BLOCK, SAVED_INPUT, NumberFormat, value_dtype
 from fusible.recipes.stored import StoredWeights
 
 # --- groups ---------------------------------------------------------------------------------------
@@ -118,12 +118,21 @@ grouped_glu = define(
 
 def _grouped_glu_quantized_fake(
     x: Tensor, w: Sequence[Tensor], *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    *given, fmt = rest
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *given, fmt, quantize_preact = rest
     preact, out = _grouped_glu_fake(x, w, *given)
-    rows, features = out.shape
-    scale = out.new_empty(-(-features // FP8_BLOCK), rows, dtype=torch.float32)
-    return preact, out.new_empty(rows, features, dtype=fmt.element.dtype), scale
+    data, scale = _quantized_fake(out, fmt)
+    preact_scale = scale.new_empty(0)
+    if quantize_preact:
+        preact, preact_scale = _quantized_fake(preact, SAVED_INPUT)
+    return preact, data, scale, preact_scale
+
+
+def _quantized_fake(x: Tensor, fmt: NumberFormat) -> tuple[Tensor, Tensor]:
+    """Elements of 1x128 blocks, and their scales as they are stored."""
+    rows, features = x.shape
+    scale = x.new_empty(-(-features // FP8_BLOCK), rows, dtype=torch.float32)
+    return x.new_empty(rows, features, dtype=fmt.element.dtype), scale
 
 
 grouped_glu_quantized = define(

@@ -21,7 +21,7 @@ from fusible.kernels.glu import Glu
 from fusible.kernels.quantize.k_major import quantize_k_major
 from fusible.kernels.stacking import stacked, write
 from fusible.recipes.blocks import with_zero_tail
-from fusible.recipes.formats import BLOCKS, FP8_BLOCK, NumberFormat, value_dtype
+from fusible.recipes.formats import BLOCKS, FP8_BLOCK, SAVED_INPUT, NumberFormat, value_dtype
 
 
 def _sizes(ends: Tensor) -> list[int]:
@@ -140,7 +140,7 @@ def grouped_glu(
     return preact if save_preact else preact.new_empty(0, preact.shape[1]), out
 
 
-def grouped_glu_quantized(  # noqa: PLR0917 (those of `grouped_glu` and the format)
+def grouped_glu_quantized(  # noqa: PLR0913, PLR0917 (those of `grouped_glu` and the formats)
     x: Tensor,
     w: Sequence[Tensor],
     ends: Tensor,
@@ -151,14 +151,16 @@ def grouped_glu_quantized(  # noqa: PLR0917 (those of `grouped_glu` and the form
     x_scale: Tensor,
     w_scale: Tensor,
     fmt: NumberFormat,
+    quantize_preact: bool = False,
     *,
     zero_tail: bool = True,
     product: Callable[..., tuple[Tensor, Tensor]] = grouped_glu,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`grouped_glu` of FP8 operands, whose activation is rounded to BF16, then quantized.
 
     In a format of 1x128 blocks. The results are the pre-activation, the activation's elements
-    ``[M, F]`` and their scales ``[ceil(F / 128), M]``. Raises ValueError for other formats.
+    ``[M, F]``, their scales ``[ceil(F / 128), M]``, and with ``quantize_preact`` the scales of the
+    pre-activation, which then is in the format `SAVED_INPUT`. Raises ValueError for other formats.
     """
     if fmt.block != BLOCKS[0]:
         raise ValueError(
@@ -168,7 +170,12 @@ def grouped_glu_quantized(  # noqa: PLR0917 (those of `grouped_glu` and the form
     preact, out = product(x, w, ends, scales, glu, bias, save_preact, x_scale, w_scale)
     row = quantize_k_major(out, fmt, rowwise=True, columnwise=False).row
     assert row is not None
-    return preact, row.data, row.scale.t()
+    preact_scale = out.new_empty(0, dtype=torch.float32)
+    if quantize_preact:
+        saved = quantize_k_major(preact, SAVED_INPUT, rowwise=True, columnwise=False).row
+        assert saved is not None
+        preact, preact_scale = saved.data, saved.scale.t()
+    return preact, row.data, row.scale.t(), preact_scale
 
 
 @torch.no_grad()

@@ -218,6 +218,7 @@ def grouped_glu(
     x_scale: Tensor | None = None,
     w_scale: Tensor | None = None,
     fmt: NumberFormat | None = None,
+    quantize_preact: bool = False,
     *,
     zero_tail: bool = True,
 ) -> tuple[Tensor, ...] | NotImplementedType:
@@ -226,6 +227,8 @@ def grouped_glu(
     if fmt is not None:
         of_blocks = fmt.scaling == limits.FP8_SCALING["input"][0]
         if not (of_blocks and limits.quantizes_activation(glu.activation, bias is not None)):
+            return NotImplemented
+        if quantize_preact and not limits.quantizes_preact(*glu[:2], w[0].shape[-2]):
             return NotImplemented
         unit = limits.FP8_MULTIPLE_OF  # threads store 16 quantized elements at once
     operands = _operands("x", x, w, ends, False, x_scale, w_scale)
@@ -240,7 +243,7 @@ def grouped_glu(
         bias = bias.contiguous()
     return products.glu(
         x, address, ends, scales, glu, bias, save_preact, table, pitch, operand_scales, zero_tail,
-        fmt,
+        fmt, quantize_preact,
     )  # fmt: skip
 
 

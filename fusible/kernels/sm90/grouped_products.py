@@ -30,7 +30,7 @@ from fusible.kernels.sm90.operands import (
     supports,
 )
 from fusible.kernels.sm90.spec import BACKWARD, FORWARD, Spec, Tile, block_columns
-from fusible.recipes.formats import FP8_BLOCK, NumberFormat, value_dtype
+from fusible.recipes.formats import FP8_BLOCK, SAVED_INPUT, NumberFormat, value_dtype
 
 
 class WeightProducts:
@@ -74,8 +74,8 @@ class WeightProducts:
 
     def _rows_launch(self, *key: Any) -> Launch:
         """The launch of a product of rows with that key among those of this weight, made once."""
-        kind, transpose, bias, scale, glu, save_preact, *pitches, out_format, reads_ahead = key
-        pitch, preact_pitch = pitches
+        kind, transpose, bias, scale, glu, save_preact, *pitches, quantized, reads_ahead = key
+        (pitch, preact_pitch), (out_format, quantize_preact) = pitches, quantized
         if scale is not None and not is_row_scale(scale):
             raise ValueError(f"scales must be a float tensor, got {scale}")
         weight = self._layouts[transpose]
@@ -100,7 +100,8 @@ class WeightProducts:
             activation=activation,
             stripe=stripe,
             paired=paired,
-            save_preact=save_preact,
+            save_preact=save_preact and not quantize_preact,
+            quantize_preact=save_preact and quantize_preact,
             out_format=out_format,
             out_dtype=DTYPE_NAMES[self.value_dtype],
         )
@@ -174,7 +175,8 @@ class WeightProducts:
         if bias is None:
             row_scale = None  # it multiplies the bias only
         scale = None if row_scale is None else row_scale.dtype
-        key = "store", transpose, bias is not None, scale, None, False, pitch, 0, None, reads_ahead
+        options = bias is not None, scale, None, False, pitch, 0, _NOT_QUANTIZED, reads_ahead
+        key = "store", transpose, *options
         launch = self._launches.get(key) or self._rows_launch(*key)
         y = out
         if y is None:
@@ -196,7 +198,7 @@ class WeightProducts:
 
     def dgrad(self, dy: Tensor, w: int, ends: Tensor) -> Tensor:
         """`grouped_mm` with ``transpose_w``."""
-        key = "store", True, False, None, None, False, 0, 0, None, False
+        key = "store", True, False, None, None, False, 0, 0, _NOT_QUANTIZED, False
         launch = self._launches.get(key) or self._rows_launch(*key)
         dx = dy.new_empty(dy.shape[0], self._depth)
         launch(dy.shape[0], dy.data_ptr(), w, dx.data_ptr(), ends.data_ptr())
@@ -216,18 +218,22 @@ class WeightProducts:
         operand_scales: tuple[int, ...] = NO_SCALES,
         zero_tail: bool = True,
         out_format: NumberFormat | None = None,
+        quantize_preact: bool = False,
     ) -> tuple[Tensor, ...]:
         """`grouped_glu`; with ``out_format`` `grouped_glu_quantized`."""
         scale, kind = None if scales is None else scales.dtype, FORWARD[glu.sides - 1]
-        key = kind, False, bias is not None, scale, glu, save_preact, pitch, 0, out_format, False
+        quantized = out_format, quantize_preact
+        key = kind, False, bias is not None, scale, glu, save_preact, pitch, 0, quantized, False
         launch = self._launches.get(key) or self._rows_launch(*key)
-        rows, columns = x.shape[0], self._columns
-        preact = x.new_empty(rows if save_preact else 0, columns, dtype=self.value_dtype)
-        features, dtype = columns // glu.sides, self.value_dtype
-        row_scales = None
+        rows, columns, dtype = x.shape[0], self._columns, self.value_dtype
+        kept, features = rows if save_preact else 0, columns // glu.sides
+        row_scales, of_preact = None, SAVED_INPUT.element.dtype if quantize_preact else dtype
+        preact = x.new_empty(kept, columns, dtype=of_preact)
         if out_format is not None:
             dtype = out_format.element.dtype
             row_scales = x.new_empty(-(-features // FP8_BLOCK), rows, dtype=torch.float32)
+            of_blocks = (-(-columns // FP8_BLOCK), kept) if quantize_preact else (0,)
+            preact_scales = row_scales.new_empty(*of_blocks)
         out = x.new_empty(rows, features, dtype=dtype)
         launch(
             rows,
@@ -235,6 +241,7 @@ class WeightProducts:
             w,
             out.data_ptr(),
             ends.data_ptr(),
+            preact=preact_scales.data_ptr() if quantize_preact else 0,
             d_preact=(preact if save_preact else out).data_ptr(),
             table=table,
             bias=0 if bias is None else bias.data_ptr(),
@@ -243,7 +250,7 @@ class WeightProducts:
             operand_scales=operand_scales,
             zero_tail=zero_tail,
         )
-        return (preact, out) if row_scales is None else (preact, out, row_scales)
+        return (preact, out) if row_scales is None else (preact, out, row_scales, preact_scales)
 
     def dglu(
         self,
@@ -262,7 +269,7 @@ class WeightProducts:
         """`grouped_dglu`; ``overwrite`` is for a contiguous pre-activation."""
         scale = None if scales is None else scales.dtype
         kind = BACKWARD[glu.sides - 1]
-        key = kind, True, False, scale, glu, False, pitch, preact_pitch, None, False
+        key = kind, True, False, scale, glu, False, pitch, preact_pitch, _NOT_QUANTIZED, False
         launch = self._launches.get(key) or self._rows_launch(*key)
         rows = dy.shape[0]
         # A block of pre-activations is read once, by the warps that then write its gradient.
@@ -322,6 +329,9 @@ class WeightProducts:
             operand_scales=operand_scales,
         )
         return dw
+
+
+_NOT_QUANTIZED = None, False  # format of the output, and whether the pre-activation is
 
 
 def _stripes(kind: str, tile: Tile, glu: Glu) -> tuple[bool, int]:

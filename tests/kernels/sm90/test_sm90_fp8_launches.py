@@ -102,6 +102,26 @@ def test_activation_that_is_quantized(interleave, save, columns, launched):
     assert (spec.width, spec.out_format) == (128, fmt)
 
 
+@pytest.mark.parametrize("glu", [Glu("swiglu"), Glu("geglu", 128), Glu("srelu")])
+@pytest.mark.parametrize("save", [True, False])
+def test_pre_activation_that_is_quantized(glu, save, launched):
+    x, w, *scales_of = operands(512, 272)
+    given = x, w, ENDS, torch.rand(ROWS), glu, None, save, *scales_of, fp8_block(), True
+    expected = definitions.grouped_glu_quantized(*given)
+    for actual, wanted in zip(ops.grouped_glu(*given), expected, strict=True):
+        assert actual.shape == wanted.shape
+        assert_same(actual, wanted)
+    (spec,) = {s for s in launched if not isinstance(s, str)}
+    assert (spec.save_preact, spec.quantize_preact) == (False, save)
+
+
+def test_pre_activation_in_other_stripes_is_left_to_others():
+    x, w, *scales_of = operands(512, 272)
+    given = x, w, ENDS, None, Glu("swiglu", 16), None, True, *scales_of, fp8_block()
+    assert ops.grouped_glu(*given) is not NotImplemented
+    assert ops.grouped_glu(*given, True) is NotImplemented
+
+
 def test_activation_that_no_epilogue_quantizes():
     for columns, glu, bias, fmt in (
         (256, Glu(), torch.zeros(len(SIZES), 256).bfloat16(), fp8_block()),
