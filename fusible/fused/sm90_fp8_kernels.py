@@ -137,21 +137,17 @@ class Sm90Fp8Kernels(GroupedKernels):
 
         Or what it is gathered from once more, and the index.
         """
-        if not ctx.needs.params[0]:
-            return None, None, None
+        if column is None or not ctx.needs.params[0]:
+            return None, None, None, None
         if isinstance(column, GatheredRows):
-            return column.source, None, column.index
-        return (None, None, None) if column is None else (column.data.t(), column.scale, None)
-
-    def num_saved_rows(self, ctx: OperationContext) -> int:
-        """See `GroupedKernels`."""
-        return 3
+            return column.source, None, column.index, None
+        return column.data.t(), column.scale, None, None
 
     def restored_rows(
-        self, call: LinearCall, saved: Sequence[Any]
+        self, ctx: OperationContext, saved: Sequence[Any]
     ) -> ScaledMatrix | GatheredRows | None:
         """See `GroupedKernels`."""
-        data, scale, index = saved
+        data, scale, index, _ = saved
         if index is not None:
             return GatheredRows(data, index)
         return None if data is None else ScaledMatrix(data.t(), scale)
@@ -248,7 +244,9 @@ class Sm90Fp8Kernels(GroupedKernels):
         sums = None if gradients.values is None else grouped.grouped_sum(gradients.values, ends)
         output = gradients.activation
         if activation and not writes:
-            output = self._requantized_input(call, glu.forward(preact, scales))
+            output = self.prepare_rows(
+                call, glu.forward(preact, scales), "input", ("wgrad",)
+            ).column
         return ActivationGrads(GroupedOperand(*gradients.operands), output, gradients.scales, sums)
 
 

@@ -26,7 +26,14 @@ from fusible.kernels.quantize.k_major import ScaledMatrix, elements_and_scale
 from fusible.ops.matrices import as_2d, buffer_rows
 from fusible.ops.wgrad import WeightGradient, dense_gradient, grouped_gradient
 from fusible.recipes.formats import NumberFormat, value_dtype
-from fusible.recipes.matrix import TENSORS_PER_OPERAND, Operand, QuantizedMatrix
+from fusible.recipes.matrix import (
+    TENSORS_PER_OPERAND,
+    Operand,
+    OperandData,
+    QuantizedMatrix,
+    restored_data,
+    saved_data,
+)
 from fusible.recipes.product import (
     ProductKind,
     backward_operand,
@@ -178,33 +185,21 @@ class GroupedKernels:
                 row = operand_values(quantized, product, role, compute)
         if ctx.recipe.backward_override is not None and row is not None:
             return GroupedOperand(row, backward_operand(x, row, ctx.recipe, ctx.dtype))
-        if role == "input" or "wgrad" not in products:
-            return GroupedOperand(row, quantized)
-        return GroupedOperand(row, operand_values(quantized, "wgrad", role, compute))
+        return GroupedOperand(row, quantized.data_for(True))
 
     def saved_rows(self, ctx: OperationContext, column: Any) -> Saved:
-        """The tensors to save of an input: its `GroupedOperand.column`, or None to save none."""
-        if not ctx.quantizes:
-            return (column if ctx.needs.params[0] else None,)
-        return (
-            (None,) * TENSORS_PER_OPERAND
-            if column is None
-            else column.saved(needed=ctx.needs.params[0])
-        )
+        """The tensors to save of an input: its `GroupedOperand.column`, or None to save none.
 
-    def num_saved_rows(self, ctx: OperationContext) -> int:
-        """How many tensors `saved_rows` returns."""
-        return TENSORS_PER_OPERAND if ctx.quantizes else 1
+        ``TENSORS_PER_OPERAND`` many under a recipe, else one.
+        """
+        column = column if ctx.needs.params[0] else None
+        return saved_data(column) if ctx.quantizes else (column,)
 
-    def restored_rows(self, call: LinearCall, saved: Sequence[Any]) -> Any:
+    def restored_rows(self, ctx: OperationContext, saved: Sequence[Any]) -> Any:
         """The input ``x`` of `weight_grad`, from the tensors of `saved_rows`."""
-        ctx = call.ctx
         if not ctx.quantizes:
             return saved[0]
-        if not ctx.needs.params[0] or all(t is None for t in saved):
-            return None
-        x = Operand.from_saved(saved, ctx.recipe.backward_format("input"))
-        return operand_values(x, "wgrad", "input", compute_dtype(saved[0].device))
+        return restored_data(saved, ctx.recipe.backward_format("input"))
 
     def weights(self, call: LinearCall) -> tuple[Any, Any]:
         """The weights for `product` and `glu`, and for `saved_weights`.
@@ -219,13 +214,15 @@ class GroupedKernels:
             return plain, plain
         quantized = linear.weight_operands(ctx)
         if self._multiplies_stored(call, quantized):
-            return [w.row for w in quantized], quantized
+            return [w.row for w in quantized], ()
         compute = compute_dtype(ctx.parameters[0].device)
         matrices = [operand_values(w, "forward", "weight", compute) for w in quantized]
         override = ctx.recipe.backward_override
+        if override is None:
+            return matrices, [w.data_for(True) for w in quantized]
         if override == "high_precision":
             return matrices, linear.weights_in(ctx, ctx.dtype)
-        return matrices, quantized if override is None else [cast(w, ctx.dtype) for w in matrices]
+        return matrices, [cast(w, ctx.dtype) for w in matrices]
 
     @staticmethod
     def _multiplies_stored(call: LinearCall, quantized: Sequence[Operand]) -> bool:
@@ -237,21 +234,15 @@ class GroupedKernels:
 
     def saved_weights(self, ctx: OperationContext, weights: Any) -> Saved:
         """The tensors to save of the weights, the second result of `weights`."""
-        dgrad = ctx.needs.input
-        if not ctx.quantizes:
-            return tuple(weights) if dgrad else (None,) * len(weights)
-        return tuple([t for w in weights for t in w.saved(needed=dgrad)])
+        weights = weights if ctx.needs.input else [None] * len(weights)
+        return tuple([t for w in weights for t in saved_data(w)] if ctx.quantizes else weights)
 
     def restored_weights(self, ctx: OperationContext, saved: Sequence[Any]) -> Any:
         """The weights of `data_grad` and `dglu`, from the tensors of `saved_weights`."""
         if not ctx.quantizes:
             return list(saved)
-        if not ctx.needs.input:
-            return []
         fmt = ctx.recipe.backward_format("weight")
-        compute = compute_dtype(saved[0].device)
-        operands = [Operand.from_saved(part, fmt) for part in per_operand(saved)]
-        return [operand_values(w, "dgrad", "weight", compute) for w in operands]
+        return [_multiplied(restored_data(part, fmt)) for part in per_operand(saved)]
 
     # --- products --------------------------------------------------------------------------------
 
@@ -283,6 +274,8 @@ class GroupedKernels:
 
         ``dy`` is `GroupedOperand.column`, ``x`` of `restored_rows`; each gradient ``[out, in]``.
         """
+        if call.ctx.quantizes:
+            dy, x = _multiplied(dy), _multiplied(x)
         if call.ends is None:
             return dense_gradient(dy, x)
         return grouped_gradient(dy, x, call.ends, call.ctx.column_major)
@@ -363,13 +356,9 @@ class GroupedKernels:
         )
         output: Any = recomputed if activation else None
         if activation and ctx.quantizes:
-            output = self._requantized_input(call, cast(output, ctx.dtype))
+            output = cast(output, ctx.dtype)
+            output = self.prepare_rows(call, output, "input", ("wgrad",)).column
         return ActivationGrads(cast(dpreact, ctx.dtype), output, dscales, None)
-
-    def _requantized_input(self, call: LinearCall, x: Tensor) -> Any:
-        """An input as `weight_grad` reads it, quantized again as in the forward."""
-        column = self.prepare_rows(call, x, "input", ("wgrad",)).column
-        return self.restored_rows(call, self.saved_rows(call.ctx, column))
 
 
 LIBRARY = GroupedKernels()
@@ -379,6 +368,13 @@ LIBRARY = GroupedKernels()
 def per_operand(saved: Sequence[Any]) -> list[Sequence[Any]]:
     """The saved tensors of several operands, those of each apart."""
     return [saved[i : i + TENSORS_PER_OPERAND] for i in range(0, len(saved), TENSORS_PER_OPERAND)]
+
+
+def _multiplied(data: OperandData | None) -> Tensor | None:
+    """The values that products of quantized operands read of one, in `compute_dtype`."""
+    if isinstance(data, QuantizedMatrix):
+        return dequantize_matrix(data, compute_dtype(data.data.device))
+    return None if data is None else data.to(compute_dtype(data.device))
 
 
 def kernels_of(ctx: OperationContext) -> GroupedKernels:

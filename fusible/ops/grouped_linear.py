@@ -38,6 +38,7 @@ from fusible.ops.weights import SavedLinear, WeightedOperation
 from fusible.ops.wgrad import is_column_major
 from fusible.recipes.checkpoint_state import load_pieces
 from fusible.recipes.grouped import GroupedQuantizer
+from fusible.recipes.matrix import TENSORS_PER_OPERAND
 from fusible.recipes.product import is_quantized, values
 from fusible.recipes.sharding import is_sharded, shard_rows
 from fusible.recipes.tensor import stack
@@ -324,12 +325,12 @@ class GroupedLinear(WeightedOperation):
     def restored(self, ctx: OperationContext, num_rows: int) -> SavedLinear:
         """The tensors of :meth:`save`, as the products of the backward read them."""
         kernels = kernels_of(ctx)
-        at, tensors = kernels.num_saved_rows(ctx), ctx.saved_tensors
+        at, tensors = TENSORS_PER_OPERAND if ctx.quantizes else 1, ctx.saved_tensors
         ends, row_scale, *rest = tensors[at:-1]
         count = kernels.num_saved_groups
         groups = kernels.restored_groups(ends, rest[:count], num_rows)
         call = LinearCall(kernels, self, ctx, ends, groups)
-        x = kernels.restored_rows(call, tensors[:at])
+        x = kernels.restored_rows(ctx, tensors[:at])
         return SavedLinear(call, x, row_scale, kernels.restored_weights(ctx, rest[count:]))
 
     def prepare_input(

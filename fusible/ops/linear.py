@@ -41,6 +41,7 @@ from fusible.ops.op import BasicOperation, FusedOperation, Grads, OpGrads
 from fusible.ops.state import State
 from fusible.ops.weights import SavedLinear, WeightedOperation
 from fusible.ops.wgrad import dense_gradient, is_column_major
+from fusible.recipes.matrix import TENSORS_PER_OPERAND
 from fusible.recipes.product import values
 from fusible.recipes.quantizer import Quantizer
 
@@ -181,9 +182,9 @@ class BasicLinear(WeightedOperation):
         rows = matrix(grad_output, ctx.dtype)
         call = self._call(ctx, rows)
         kernels, tensors = call.kernels, ctx.saved_tensors
-        at = kernels.num_saved_rows(ctx)
-        weights = kernels.restored_weights(ctx, tensors[at:])
-        saved = SavedLinear(call, kernels.restored_rows(call, tensors[:at]), None, weights)
+        x = kernels.restored_rows(ctx, tensors[:TENSORS_PER_OPERAND])
+        weights = kernels.restored_weights(ctx, tensors[TENSORS_PER_OPERAND:])
+        saved = SavedLinear(call, x, None, weights)
         dy = self.grad_rows(saved, rows)
         dx = self.data_grad(saved, dy, grad_output)
         if not ctx.needs.params[0]:
