@@ -26,6 +26,7 @@ from fusible.ops.grouped_kernels import (
     GroupedKernels,
     GroupedOperand,
     LinearCall,
+    SavedLinear,
 )
 from fusible.ops.grouped_linear import operand_rows
 from fusible.ops.inputs import check_row_scales
@@ -38,7 +39,6 @@ from fusible.ops.op import (
     FusedOutputs,
     Grads,
 )
-from fusible.ops.weights import SavedLinear
 from fusible.recipes.recipe import Recipe
 
 
@@ -159,18 +159,8 @@ class GroupedMLP(FusedOperation):
         saved2 = fc2.restored(ctx2, dy.shape[0])
         preact, scales = ctx_act.saved_tensors
         operand = fc2.grad_rows(saved2, dy)
-        d = self.kernels.dglu(
-            saved2.call,
-            act,
-            operand.row,
-            saved2.weights,
-            preact,
-            scales,
-            products=fc1.grad_products(ctx1),
-            activation=saved2.x is None and ctx2.needs.params[0],
-            bias=fc1.needs_bias_grads(ctx1),
-            overwrite=not (ctx_act.held or keeps_graph()),
-        )
+        overwrite = not (ctx_act.held or keeps_graph())
+        d = self.kernels.dglu(saved1.call, saved2, act, operand.row, preact, scales, overwrite)
         x2 = saved2.x if d.output is None else d.output
         params, extra = fc2.grads(saved2, operand, x2, dy, grad_output)
         dpreact = fc1.grad_rows(saved1, d.preact)

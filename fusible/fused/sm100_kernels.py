@@ -28,6 +28,7 @@ from fusible.ops.grouped_kernels import (
     GroupedOperand,
     LinearCall,
     Saved,
+    SavedLinear,
     glu_of,
     per_operand,
 )
@@ -203,22 +204,19 @@ class Sm100Kernels(GroupedKernels):
 
     def dglu(
         self,
-        call: LinearCall,
+        first: LinearCall,
+        second: SavedLinear,
         act: Any,
         dy: OperandData,
-        weights: Sequence[OperandData],
         preact: Tensor,
         scales: Tensor | None,
-        *,
-        products: Sequence[ProductKind],
-        activation: bool,
-        bias: bool,
         overwrite: bool,
     ) -> ActivationGrads:
         """See `GroupedKernels`; the kernel sums the bias's gradient."""
         assert scales is not None
+        bias, groups = first.linear.needs_bias_grads(first.ctx), second.call.groups
         d, dscales, dbias = operands.dglu(
-            dy, weights, call.groups, preact, scales, bias=bias, glu=glu_of(act)
+            dy, second.weights, groups, preact, scales, bias=bias, glu=glu_of(act)
         )
         return ActivationGrads(d, None, dscales, dbias if bias else None)
 

@@ -38,6 +38,7 @@ from fusible.ops.grouped_kernels import (
     GroupedOperand,
     LinearCall,
     Saved,
+    SavedLinear,
     glu_of,
 )
 from fusible.ops.matrices import GatheredRows, QuantizedRows, as_2d, source_of
@@ -207,30 +208,27 @@ class Sm90Fp8Kernels(GroupedKernels):
 
     def dglu(
         self,
-        call: LinearCall,
+        first: LinearCall,
+        second: SavedLinear,
         act: Any,
         dy: ScaledMatrix,
-        weights: ScaledMatrix,
         preact: Tensor,
         scales: Tensor | None,
-        *,
-        products: Sequence[ProductKind],
-        activation: bool,
-        bias: bool,
         overwrite: bool,
     ) -> ActivationGrads:
         """The data gradient, then the activation's backward, which quantizes what it computes.
 
         One epilogue for both was slower (``benchmarks/NOTES.md``).
         """
-        ctx, ends, glu = call.ctx, call.ends, glu_of(act)
-        recipe = ctx.recipe.of_fp8_products
+        call, linear, glu = second.call, first.linear, glu_of(act)
+        recipe, ends = call.ctx.recipe.of_fp8_products, call.ends
         fmt, of_input = recipe.format("grad"), recipe.format("input")
         assert fmt is not None
         assert of_input is not None
-        writes = activation and writes_activation(glu, preact.shape[1], fmt, of_input)
+        writes = second.lacks_x and writes_activation(glu, preact.shape[1], fmt, of_input)
+        products = linear.grad_products(first.ctx)
         gradients = quantize_glu_backward(
-            self.data_grad(call, dy, weights, None),
+            self.data_grad(call, dy, second.weights, None),
             preact,
             scales,
             ends,
@@ -238,15 +236,14 @@ class Sm90Fp8Kernels(GroupedKernels):
             fmt,
             rowwise="dgrad" in products,
             columnwise="wgrad" in products,
-            values=bias,
+            values=linear.needs_bias_grads(first.ctx),
             act_format=of_input if writes else None,
         )
         sums = None if gradients.values is None else grouped.grouped_sum(gradients.values, ends)
         output = gradients.activation
-        if activation and not writes:
-            output = self.prepare_rows(
-                call, glu.forward(preact, scales), "input", ("wgrad",)
-            ).column
+        if second.lacks_x and not writes:
+            rows = glu.forward(preact, scales)
+            output = self.prepare_rows(call, rows, "input", ("wgrad",)).column
         return ActivationGrads(GroupedOperand(*gradients.operands), output, gradients.scales, sums)
 
 

@@ -75,11 +75,12 @@ class ActivationGrads(NamedTuple):
     preact: Any
     """Gradient ``[rows, columns]``: ``x`` of `GroupedKernels.prepare_rows`, opaque."""
     output: Any | None
-    """The activation ``[rows, features]`` as `weight_grad` reads it, if requested."""
+    """The activation ``[rows, features]`` as `weight_grad` reads it, if the second linear
+    ``lacks_x``."""
     scales: Tensor
     """Gradient of the row scales, ``[rows]``; without rows if there are none."""
     bias: Tensor | None
-    """Gradient ``[E, columns]`` of the first linear's bias, if requested and fused."""
+    """Gradient ``[E, columns]`` of the first linear's bias, if it is needed and fused."""
 
 
 class LinearCall(NamedTuple):
@@ -99,6 +100,24 @@ class LinearCall(NamedTuple):
         """The call of a grouped linear on ``num_rows`` rows, by the kernels in its context."""
         kernels = kernels_of(ctx)
         return cls(kernels, linear, ctx, ends, kernels.groups(linear, ends, num_rows))
+
+
+class SavedLinear(NamedTuple):
+    """The saved tensors of a linear, as its backward reads them."""
+
+    call: LinearCall
+    """The call of the backward."""
+    x: Any
+    """The input, as the weight gradient reads it; None where it was not saved."""
+    row_scale: Tensor | None
+    """The factor of the bias of each row, ``[rows]``."""
+    weights: Any
+    """The weights in the form that the data gradient reads."""
+
+    @property
+    def lacks_x(self) -> bool:
+        """Whether the weight gradient needs the input, which was not saved."""
+        return self.x is None and self.call.ctx.needs.params[0]
 
 
 class GroupedKernels:
@@ -329,35 +348,29 @@ class GroupedKernels:
 
     def dglu(
         self,
-        call: LinearCall,
+        first: LinearCall,
+        second: SavedLinear,
         act: Any,
         dy: Any,
-        weights: Any,
         preact: Tensor,
         scales: Tensor | None,
-        *,
-        products: Sequence[ProductKind],
-        activation: bool,
-        bias: bool,
         overwrite: bool,
     ) -> ActivationGrads:
-        """The second linear's data gradient, of its ``call``, and the activation's backward.
+        """The second linear's data gradient, and the activation's backward.
 
         ``dy`` ``[rows, out_features]`` is `GroupedOperand.row`, ``preact`` ``[rows, columns]`` and
-        ``scales`` those of `glu`. ``products`` will read the gradient of ``preact``.
-        ``activation`` requests the activation, which the second linear has not saved, ``bias``
-        the gradient of the first linear's bias, if these kernels fuse it. ``overwrite``:
-        ``preact`` may be written to.
+        ``scales`` those of `glu`. The backward of the ``first`` linear will read the gradient of
+        ``preact``. ``overwrite``: ``preact`` may be written to.
         """
-        ctx = call.ctx
+        call, ctx = second.call, second.call.ctx
         of_activation, zero_tail = (preact, scales, glu_of(act)), ctx.zero_tail
         dpreact, recomputed, dscales = grouped.grouped_dglu(
-            dy, weights, call.ends, *of_activation, overwrite=overwrite, zero_tail=zero_tail
+            dy, second.weights, call.ends, *of_activation, overwrite=overwrite, zero_tail=zero_tail
         )
-        output: Any = recomputed if activation else None
-        if activation and ctx.quantizes:
-            output = cast(output, ctx.dtype)
-            output = self.prepare_rows(call, output, "input", ("wgrad",)).column
+        output: Any = recomputed if second.lacks_x else None
+        if second.lacks_x and ctx.quantizes:
+            rows = cast(recomputed, ctx.dtype)
+            output = self.prepare_rows(call, rows, "input", ("wgrad",)).column
         return ActivationGrads(cast(dpreact, ctx.dtype), output, dscales, None)
 
 

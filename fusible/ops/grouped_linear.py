@@ -21,6 +21,7 @@ from fusible.ops.grouped_kernels import (
     LIBRARY,
     GroupedOperand,
     LinearCall,
+    SavedLinear,
     kernels_of,
 )
 from fusible.ops.inputs import (
@@ -34,7 +35,7 @@ from fusible.ops.inputs import (
 from fusible.ops.matrices import matrix, restore_leading_dims, source_of
 from fusible.ops.op import Grads, OpGrads
 from fusible.ops.state import State, convert_layout
-from fusible.ops.weights import SavedLinear, WeightedOperation
+from fusible.ops.weights import WeightedOperation
 from fusible.ops.wgrad import is_column_major
 from fusible.recipes.checkpoint_state import load_pieces
 from fusible.recipes.grouped import GroupedQuantizer
@@ -184,23 +185,23 @@ class GroupedLinear(WeightedOperation):
         self, device: torch.device | str | None, dtype: torch.dtype | None
     ) -> None:
         """Set the weights and biases, and their names in order."""
+        self.parameter_names = ()
         shape = self.num_groups, self.out_features, self.in_features
-        weight = torch.empty(shape, device=device, dtype=dtype)
-        self.parameter_names = self._add_parameters("weight", weight, self.single_grouped_weight)
-        if self.has_bias:
-            bias = torch.empty(shape[:2], device=device, dtype=dtype)
-            self.parameter_names += self._add_parameters("bias", bias, self.single_grouped_bias)
+        for name, single in self._layouts().items():
+            # Side by side in one allocation, so that kernels can view them as one tensor; nothing
+            # keeps the allocation itself, since conversions of a module replace its parameters.
+            values = torch.empty(shape[:2] if name == "bias" else shape, device=device, dtype=dtype)
+            parts = {name: values}
+            if not single:
+                parts = {f"{name}{group}": part for group, part in enumerate(values.unbind(0))}
+            for own, value in parts.items():
+                self.register_parameter(own, nn.Parameter(value))
+            self.parameter_names += tuple(parts)
 
-    def _add_parameters(self, name: str, values: Tensor, single: bool) -> tuple[str, ...]:
-        """Register the parts of ``values``, or the whole of it; returns their names."""
-        # Side by side in one allocation, so that kernels can view them as one tensor; nothing
-        # keeps the allocation itself, since conversions of a module replace its parameters.
-        parts = {name: values}
-        if not single:
-            parts = {f"{name}{group}": part for group, part in enumerate(values.unbind(0))}
-        for own, value in parts.items():
-            self.register_parameter(own, nn.Parameter(value))
-        return tuple(parts)
+    def _layouts(self) -> dict[str, bool]:
+        """The kinds of parameters, and whether one of a kind is that of all groups."""
+        layouts = {"weight": self.single_grouped_weight}
+        return {**layouts, "bias": self.single_grouped_bias} if self.has_bias else layouts
 
     def check_shardable(self, mesh: Any) -> None:
         """Raise ValueError unless :meth:`shard_experts` can share the experts."""
@@ -235,17 +236,15 @@ class GroupedLinear(WeightedOperation):
     @torch.no_grad()
     def shard_experts(self, mesh: Any) -> None:
         """Keep the parameters of the experts of this process of a mesh, as ``DTensor``."""
-        held = {"weight": (self.weights(), self.single_grouped_weight)}
-        if self.has_bias:
-            held["bias"] = self.biases(), self.single_grouped_bias
+        layouts, held = self._layouts(), (self.weights(), self.biases())
         for old in self.own_parameter_names():
             del self._parameters[old], self._registered[old]
-        for name, (own, single) in held.items():
+        for (name, single), own in zip(layouts.items(), held, strict=False):
             part = shard_rows(own[0] if single else stack(own), mesh)
             self.register_parameter(name, nn.Parameter(part, own[0].requires_grad))
         self.single_grouped_weight, self.num_weights = True, 1
         self.single_grouped_bias = self.single_grouped_bias or self.has_bias
-        self.parameter_names = tuple(held)
+        self.parameter_names = tuple(layouts)
         self.expert_processes = mesh.size()
         self.num_groups //= mesh.size()
 
@@ -280,11 +279,8 @@ class GroupedLinear(WeightedOperation):
     def _load_from_state_dict(self, state_dict: State, prefix: str, *args: Any) -> None:
         # Quantized weights are put together from their pieces first.
         load_pieces(self, state_dict, prefix, *args[-3:])
-        layouts = {"weight": self.single_grouped_weight}
-        if self.has_bias:
-            layouts["bias"] = self.single_grouped_bias
-        for name, single in layouts.items():
-            groups = self.num_groups * (self.expert_processes or 1)
+        groups = self.num_groups * (self.expert_processes or 1)
+        for name, single in self._layouts().items():
             convert_layout(state_dict, prefix, name, groups, single=single)
         super()._load_from_state_dict(state_dict, prefix, *args)
 

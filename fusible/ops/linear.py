@@ -26,7 +26,7 @@ from fusible.ops.collectives import (
     ReduceScatter,
     all_reduce,
 )
-from fusible.ops.grouped_kernels import LinearCall, kernels_of
+from fusible.ops.grouped_kernels import LinearCall, SavedLinear, kernels_of
 from fusible.ops.hooks import HOOKS, patches, why_called
 from fusible.ops.inputs import (
     check_device,
@@ -39,7 +39,7 @@ from fusible.ops.inputs import (
 from fusible.ops.matrices import matrix, restore_leading_dims
 from fusible.ops.op import BasicOperation, FusedOperation, Grads, OpGrads
 from fusible.ops.state import State
-from fusible.ops.weights import SavedLinear, WeightedOperation
+from fusible.ops.weights import WeightedOperation
 from fusible.ops.wgrad import dense_gradient, is_column_major
 from fusible.recipes.matrix import TENSORS_PER_OPERAND
 from fusible.recipes.product import values

@@ -68,25 +68,15 @@ class OperandCache:
 
     def get(
         self,
-        weights: Sequence[Tensor],
-        key: Hashable,
-        make: Callable[[], Any],
-        products: Iterable[str] = (),
-    ) -> Any:
-        """The cached result of ``make`` for ``weights`` and this ``key``.
-
-        An entry is for the ``products`` that it was made for; one for more products replaces it.
-        """
-        return self.get_stored(stored_tensors(weights), key, make, products)
-
-    def get_stored(
-        self,
         stored: tuple[Tensor, ...],
         key: Hashable,
         make: Callable[[], Any],
-        products: Iterable[str] = (),
+        products: Iterable[str],
     ) -> Any:
-        """`get` of weights and what they consist of: `stored_tensors`."""
+        """The cached result of ``make`` for the `stored_tensors` of weights and this ``key``.
+
+        An entry is for the ``products`` that it was made for; one for more products replaces it.
+        """
         entry = self._cached
         same = _same(entry.stored, stored)
         versions: tuple[Any, ...] = ()
@@ -154,7 +144,7 @@ def cached_copy(
     weights: Sequence[QuantizedTensor],
     key: Hashable,
     make: Callable[[], _T],
-    products: Iterable[str] = (),
+    products: Iterable[str],
 ) -> _T:
     """What ``make`` makes of stored weights, once for their values; freed with their memory.
 
@@ -170,4 +160,4 @@ def cached_copy(
     cache = _copies.get(anchor)
     if cache is None:
         cache = _copies[anchor] = OperandCache(until_updated=True)
-    return cache.get_stored(stored, key, make, products)
+    return cache.get(stored, key, make, products)

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,16 +22,17 @@ from fusible.fuser.plan import GradNeeds
 from fusible.kernels.stacking import stacked
 from fusible.ops import buffers
 from fusible.ops.casting import CastingOp
-from fusible.ops.grouped_kernels import GroupedKernels, GroupedOperand, LinearCall
+from fusible.ops.grouped_kernels import GroupedKernels, GroupedOperand, LinearCall, SavedLinear
 from fusible.ops.matrices import restore_leading_dims
 from fusible.ops.op import FusibleOperation, Grads
-from fusible.ops.operand_cache import OperandCache, counting_steps
+from fusible.ops.operand_cache import OperandCache, counting_steps, stored_tensors
 from fusible.ops.wgrad import (
     DelayedWgrad,
     WeightGradient,
     accumulate,
     dummy_wgrad,
     main_grads,
+    versions_of,
 )
 from fusible.recipes.formats import NumberFormat
 from fusible.recipes.grouped import GroupedQuantizer
@@ -50,20 +51,6 @@ from fusible.recipes.recipe import Recipe, Role
 from fusible.recipes.sharding import is_sharded, local, shard
 from fusible.recipes.tensor import QuantizedTensor
 from fusible.recipes.wrapper import attributes_of
-
-
-class SavedLinear(NamedTuple):
-    """The saved tensors of a linear, as its backward reads them."""
-
-    call: LinearCall
-    """The call of the backward."""
-    x: Any
-    """The input, as the weight gradient reads it; None where it was not saved."""
-    row_scale: Tensor | None
-    """The factor of the bias of each row, ``[rows]``."""
-    weights: Any
-    """The weights in the form that the data gradient reads."""
-
 
 WeightQuantizer = Callable[[list[Tensor], Recipe, torch.dtype, Sequence[ProductKind]], Any]
 """From weights, a recipe, the dtype of the products and those that will be taken."""
@@ -254,8 +241,10 @@ class WeightedOperation(CastingOp):
             into = main_grads(weights, type(self).__name__, ctx.backward)
         if self.delay_wgrad_compute:
             self._drop_failed()
-            held = self._held_weights()
-            self._delayed.append(DelayedWgrad.of(gradient, weights, held, into, ctx.backward))
+            held = [w is h for w, h in zip(weights, self._held_weights(), strict=True)]
+            versions = versions_of(gradient.reads)
+            delayed = DelayedWgrad(gradient, versions, weights, held, into, ctx.backward)
+            self._delayed.append(delayed)
         else:
             assert into is not None
             into.accumulate(gradient)
@@ -508,7 +497,8 @@ class WeightedOperation(CastingOp):
             quantize = quantize or partial(quantize_weights, as_values=("forward",))
             return quantize(weights, recipe, dtype, products)
         make = partial(quantize or quantize_weights, weights, recipe, dtype, products)
-        return self._operand_cache.get(weights, (recipe, dtype, make.func), make, products)
+        key = recipe, dtype, make.func
+        return self._operand_cache.get(stored_tensors(weights), key, make, products)
 
     def recipe_notes(self, recipe: Recipe) -> tuple[str, ...]:
         """The formats of the products' operands."""
