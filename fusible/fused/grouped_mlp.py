@@ -31,14 +31,7 @@ from fusible.ops.grouped_kernels import (
 from fusible.ops.grouped_linear import operand_rows
 from fusible.ops.inputs import check_row_scales
 from fusible.ops.matrices import restore_leading_dims
-from fusible.ops.op import (
-    BasicOperation,
-    Contexts,
-    ExtraTensors,
-    FusedGrads,
-    FusedOutputs,
-    Grads,
-)
+from fusible.ops.op import BasicOperation, Contexts, ExtraTensors, FusedGrads, FusedOutputs, Grads
 from fusible.recipes.recipe import Recipe
 
 

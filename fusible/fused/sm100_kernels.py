@@ -193,11 +193,10 @@ class Sm100Kernels(GroupedKernels):
         act: Any,
         x: OperandData,
         weights: Sequence[OperandData],
-        scales: Tensor | None,
+        scales: Any,
         save_preact: bool,
     ) -> Activated:
         """See `GroupedKernels`; the kernel always gives the pre-activation."""
-        assert scales is not None  # of `row_scales`
         bias = call.linear.stacked_bias(call.ctx, call.ctx.dtype)
         outputs = operands.glu(x, weights, call.groups, scales, bias=bias, glu=glu_of(act))
         return Activated(*outputs)
@@ -209,11 +208,10 @@ class Sm100Kernels(GroupedKernels):
         act: Any,
         dy: OperandData,
         preact: Tensor,
-        scales: Tensor | None,
+        scales: Any,
         overwrite: bool,
     ) -> ActivationGrads:
         """See `GroupedKernels`; the kernel sums the bias's gradient."""
-        assert scales is not None
         bias, groups = first.linear.needs_bias_grads(first.ctx), second.call.groups
         d, dscales, dbias = operands.dglu(
             dy, second.weights, groups, preact, scales, bias=bias, glu=glu_of(act)

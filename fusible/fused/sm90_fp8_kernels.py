@@ -89,9 +89,8 @@ class Sm90Fp8Kernels(GroupedKernels):
 
     def rows_format(self, ctx: OperationContext, dtype: torch.dtype) -> NumberFormat | None:
         """See `GroupedKernels`: one of blocks of a row."""
-        fmt = ctx.recipe.of_fp8_products.format("input")
-        fits = dtype == torch.bfloat16 and fmt is not None and fmt.directional
-        return fmt if fits else None
+        fmt = _format(ctx.recipe, "input")
+        return fmt if dtype == torch.bfloat16 and fmt.directional else None
 
     def single_group(self, x: Any) -> Tensor:
         """See `GroupedKernels`."""
@@ -197,8 +196,7 @@ class Sm90Fp8Kernels(GroupedKernels):
         linear, ctx = call.linear, call.ctx
         if not epilogue_quantizes(ctx.recipe, linear, act, trains=save_preact):
             return super().glu(call, act, x, weights, scales, save_preact)
-        fmt = ctx.recipe.of_fp8_products.format("input")
-        assert fmt is not None
+        fmt = _format(ctx.recipe, "input")
         bias = linear.stacked_bias(ctx, torch.bfloat16)
         given = call.ends, scales, glu_of(act), bias, save_preact, x.scale, weights.scale, fmt
         preact, data, scale = grouped.grouped_glu_quantized(
@@ -221,10 +219,8 @@ class Sm90Fp8Kernels(GroupedKernels):
         One epilogue for both was slower (``benchmarks/NOTES.md``).
         """
         call, linear, glu = second.call, first.linear, glu_of(act)
-        recipe, ends = call.ctx.recipe.of_fp8_products, call.ends
-        fmt, of_input = recipe.format("grad"), recipe.format("input")
-        assert fmt is not None
-        assert of_input is not None
+        recipe, ends = call.ctx.recipe, call.ends
+        fmt, of_input = _format(recipe, "grad"), _format(recipe, "input")
         writes = second.lacks_x and writes_activation(glu, preact.shape[1], fmt, of_input)
         products = linear.grad_products(first.ctx)
         gradients = quantize_glu_backward(
@@ -255,13 +251,17 @@ def epilogue_quantizes(recipe: Recipe, linear: GroupedLinear, act: Any, *, train
 
     ``trains``: only if the activation's backward can quantize it, too.
     """
-    recipe, glu = recipe.of_fp8_products, glu_of(act)
-    fmt, of_grad = recipe.format("input"), recipe.format("grad")
-    assert fmt is not None
-    assert of_grad is not None
+    glu, fmt, of_grad = glu_of(act), _format(recipe, "input"), _format(recipe, "grad")
     if fmt.block is None or not quantizes_activation(glu.activation, linear.has_bias):
         return False
     return not trains or writes_activation(glu, linear.out_features, fmt, of_grad)
+
+
+def _format(recipe: Recipe, role: Role) -> NumberFormat:
+    """The format in which FP8 products read an operand; the rules require one."""
+    fmt = recipe.of_fp8_products.format(role)
+    assert fmt is not None
+    return fmt
 
 
 def _first(weights: ScaledMatrix) -> ScaledMatrix:
@@ -273,8 +273,7 @@ def _quantized(
 ) -> KMajorOperands:
     """Rows, gathered or as they are, for the products that read them, in one launch."""
     source, index = source_of(x)
-    fmt = call.ctx.recipe.of_fp8_products.format(role)
-    assert fmt is not None
+    fmt = _format(call.ctx.recipe, role)
     return quantize_k_major(source, fmt, ends=call.ends, index=index, **uses)
 
 
@@ -297,8 +296,7 @@ def quantize_weights_k_major(
 def _weights_k_major(
     weights: list[Tensor], recipe: Recipe, dtype: torch.dtype, products: Sequence[ProductKind]
 ) -> KMajorOperands:
-    fmt, columnwise = recipe.format("weight"), "dgrad" in products
-    assert fmt is not None
+    fmt, columnwise = _format(recipe, "weight"), "dgrad" in products
     if not any([isinstance(w, QuantizedTensor) and w.format == fmt for w in weights]):
         weight = stacked([stack_weights([*map(values, weights)], dtype)])
         return quantize_k_major(weight, fmt, rowwise=True, columnwise=columnwise)

@@ -34,12 +34,7 @@ from fusible.recipes.matrix import (
     restored_data,
     saved_data,
 )
-from fusible.recipes.product import (
-    ProductKind,
-    backward_operand,
-    operand_values,
-    quantize_operand,
-)
+from fusible.recipes.product import ProductKind, backward_operand, operand_values, quantize_operand
 from fusible.recipes.quantize_ops import compute_dtype, dequantize_matrix
 from fusible.recipes.recipe import Recipe, Role
 from fusible.recipes.stored import StoredWeights

@@ -17,13 +17,7 @@ from fusible.kernels.grouped import portable
 from fusible.ops.casting import format_of_grad, quantized_values
 from fusible.ops.dispatch import Dispatch
 from fusible.ops.grouped_fast_path import LinearFastPath
-from fusible.ops.grouped_kernels import (
-    LIBRARY,
-    GroupedOperand,
-    LinearCall,
-    SavedLinear,
-    kernels_of,
-)
+from fusible.ops.grouped_kernels import LIBRARY, GroupedOperand, LinearCall, SavedLinear, kernels_of
 from fusible.ops.inputs import (
     check_features,
     check_row_scales,
@@ -71,17 +65,12 @@ class GroupedLinear(WeightedOperation):
     gradient of its output, a ``GroupedTensor`` of the recipe's format whose groups are those of
     ``split_sizes``; its quantizers make one when they are given the rows of each group.
 
+    Other arguments as in :class:`BasicLinear`.
+
     Args:
         num_groups: number of groups.
-        in_features: size of the input's last dimension.
-        out_features: size of the output's last dimension.
-        bias: whether to add a bias.
-        device: of the parameters; PyTorch's default if None.
-        dtype: FP32, FP16, BF16 or FP64; PyTorch's default if None.
-        rng_state_tracker_function: returns an object whose ``fork()`` is a context manager that
-            sets the random state for initialisation (Megatron's tracker).
-        accumulate_into_main_grad: add each weight's gradient to its ``main_grad`` (FP32 or BF16),
-            or write it there if it has ``overwrite_main_grad``, rather than give it to autograd.
+        bias: whether to add a bias, which starts at zero.
+        accumulate_into_main_grad: as in :class:`BasicLinear`, for the weight of each group.
             Gradients of biases go to autograd.
         single_grouped_weight: one ``weight`` rather than one per group.
         single_grouped_bias: one ``bias`` rather than one per group.
@@ -91,15 +80,13 @@ class GroupedLinear(WeightedOperation):
         split_alignment: a promise that every split size is a multiple of it, which spares kernels
             that want whole tiles (256 rows on Blackwell) from padding the groups; checked where
             the host knows the sizes, and under ``fusible.checking()``.
-        init_method: called with each group's weight to initialise it in place; by default
-            Kaiming-uniform as in ``torch.nn.Linear``. Biases start at zero.
+        init_method: called with each group's weight to initialise it in place.
 
     Raises:
         TypeError: a size is no integer.
-        ValueError: a size is under 1, or the dtype another; in a
-            call, x does not fit the weights (features, device),
-            ``split_sizes`` are not ``num_groups`` integers or, where the host knows them, negative
-            or of more rows than x.
+        ValueError: a size is under 1, or the dtype another; in a call, x does not fit the weights
+            (features, device), ``split_sizes`` are not ``num_groups`` integers or, where the host
+            knows them, negative or of more rows than x.
     """
 
     num_groups: int
@@ -451,9 +438,8 @@ class GroupedLinear(WeightedOperation):
         extra = (dscales,) if self.scale_bias else ()
         return (*dweights, *self.as_bias_grads(dbias)), (None, *extra)
 
-    def as_weight_grads(self, gradient: Tensor | None) -> Grads:
+    def as_weight_grads(self, gradient: Tensor) -> Grads:
         """See :class:`WeightedOperation`."""
-        assert gradient is not None
         return (gradient,) if self.single_grouped_weight else gradient.unbind(0)
 
     def needs_bias_grads(self, ctx: OperationContext) -> bool:

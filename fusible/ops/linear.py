@@ -19,13 +19,7 @@ from fusible.fuser.plan import Plan, joined
 from fusible.fuser.registry import is_ours
 from fusible.fuser.tracing import constant_when_traced
 from fusible.ops.casting import apply_quantizer, format_of_grad, quantized_values
-from fusible.ops.collectives import (
-    AllGather,
-    AllReduce,
-    AllReduceGrad,
-    ReduceScatter,
-    all_reduce,
-)
+from fusible.ops.collectives import AllGather, AllReduce, AllReduceGrad, ReduceScatter, all_reduce
 from fusible.ops.grouped_kernels import LinearCall, SavedLinear, kernels_of
 from fusible.ops.hooks import HOOKS, patches, why_called
 from fusible.ops.inputs import (
@@ -200,9 +194,8 @@ class BasicLinear(WeightedOperation):
         kernels = kernels_of(ctx)
         return LinearCall(kernels, self, ctx, kernels.single_group(rows), None)
 
-    def as_weight_grads(self, gradient: Tensor | None) -> Grads:
+    def as_weight_grads(self, gradient: Tensor) -> Grads:
         """See :class:`WeightedOperation`; kernels of groups give ``[1, out, in]``."""
-        assert gradient is not None
         return (gradient.view(gradient.shape[-2:]),)
 
 

@@ -282,9 +282,8 @@ class WeightedOperation(CastingOp):
             )
         return used  # type: ignore[return-value]
 
-    def as_weight_grads(self, gradient: Tensor | None) -> Grads:
+    def as_weight_grads(self, gradient: Tensor) -> Grads:
         """A gradient of all weights as one tensor, as the parameters are."""
-        assert gradient is not None
         return (gradient,)
 
     @property

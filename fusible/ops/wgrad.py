@@ -27,7 +27,7 @@ class WeightGradient(NamedTuple):
     in any layout. ``reads`` is all that it reads.
     """
 
-    compute: Callable[[Sequence[Tensor] | None, bool], Tensor | None]
+    compute: Callable[[Sequence[Tensor] | None, bool], Any]
     reads: tuple[Tensor, ...]
 
 
@@ -164,22 +164,14 @@ def _main_grad(weight: Tensor, op_name: str) -> Tensor:
             f"{'none' if main_grad is None else repr(main_grad)}; set weight.main_grad, or give "
             "gradients to autograd under fully_shard, which reduces those alone"
         )
-    elif (
-        main_grad.numel() != shape.numel()
-        or main_grad.dtype not in (torch.float32, torch.bfloat16, own)
-        or main_grad.device != weight.device
-    ):
-        got = described(main_grad)
     else:
-        buffer = main_grad.detach()
-        if buffer.shape == shape:
-            return buffer
-        with suppress(RuntimeError):
-            return buffer.view(shape)
-        got = (
-            f"shape {tuple(buffer.shape)} with strides {buffer.stride()}, which no view gives that "
-            "shape"
-        )
+        got = f"{described(main_grad)} with strides {main_grad.stride()}"
+        same = main_grad.numel() == shape.numel() and main_grad.device == weight.device
+        if same and main_grad.dtype in (torch.float32, torch.bfloat16, own):
+            buffer = main_grad.detach()
+            with suppress(RuntimeError):
+                return buffer if buffer.shape == shape else buffer.view(shape)
+            got += ", which no view gives that shape"
     raise ValueError(
         f"main_grad of every weight of {op_name} must be a tensor of shape {tuple(shape)} in FP32, "
         f"BF16 or its own {own} on {weight.device}, since accumulate_into_main_grad=True, got {got}"
