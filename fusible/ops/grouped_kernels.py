@@ -28,7 +28,6 @@ from fusible.ops.wgrad import WeightGradient, dense_gradient, grouped_gradient
 from fusible.recipes.formats import NumberFormat, value_dtype
 from fusible.recipes.matrix import (
     TENSORS_PER_OPERAND,
-    Operand,
     OperandData,
     QuantizedMatrix,
     restored_data,
@@ -226,25 +225,17 @@ class GroupedKernels:
                 return stored, ()
             plain = linear.weights_in(ctx, ctx.dtype)
             return plain, plain
-        quantized = linear.weight_operands(ctx)
-        if self._multiplies_stored(call, quantized):
+        quantized, override = linear.weight_operands(ctx), ctx.recipe.backward_override
+        keeps_stored = not ctx.requires_grad and override is None and call.ends is not None
+        if keeps_stored and all([w.row is not None and w.row_values is None for w in quantized]):
             return [w.row for w in quantized], ()
         compute = compute_dtype(ctx.parameters[0].device)
         matrices = [operand_values(w, "forward", "weight", compute) for w in quantized]
-        override = ctx.recipe.backward_override
         if override is None:
             return matrices, [w.data_for(True) for w in quantized]
         if override == "high_precision":
             return matrices, linear.weights_in(ctx, ctx.dtype)
         return matrices, [cast(w, ctx.dtype) for w in matrices]
-
-    @staticmethod
-    def _multiplies_stored(call: LinearCall, quantized: Sequence[Operand]) -> bool:
-        """Whether all weights are there quantized row-wise, and there are no gradients."""
-        ctx = call.ctx
-        needed = ctx.requires_grad or ctx.recipe.backward_override is not None
-        stored = all([w.row is not None and w.row_values is None for w in quantized])
-        return stored and call.ends is not None and not needed
 
     def saved_weights(self, ctx: OperationContext, weights: Any) -> Saved:
         """The tensors to save of the weights, the second result of `weights`."""

@@ -142,7 +142,7 @@ class GroupedLinear(WeightedOperation):
         self.in_features, self.out_features = in_features, out_features
         self.rng_state_tracker_function = rng_state_tracker_function
         self.init_method = init_method
-        self.has_bias = bias
+        self.has_bias = self.use_bias = bias
         self.scale_bias = scale_bias
         self.split_alignment = split_alignment
         self.single_grouped_weight = single_grouped_weight
@@ -153,11 +153,6 @@ class GroupedLinear(WeightedOperation):
         self._make_parameters(device, dtype)
         self.reset_parameters()
         self.store_weights()
-
-    @property
-    def use_bias(self) -> bool:
-        """``has_bias``."""
-        return self.has_bias
 
     def check_producer(self, slot: int, producer: Any) -> None:
         """Refuse the split sizes of another number of groups."""
@@ -175,15 +170,20 @@ class GroupedLinear(WeightedOperation):
         self.parameter_names = ()
         shape = self.num_groups, self.out_features, self.in_features
         for name, single in self._layouts().items():
-            # Side by side in one allocation, so that kernels can view them as one tensor; nothing
-            # keeps the allocation itself, since conversions of a module replace its parameters.
-            values = torch.empty(shape[:2] if name == "bias" else shape, device=device, dtype=dtype)
-            parts = {name: values}
-            if not single:
-                parts = {f"{name}{group}": part for group, part in enumerate(values.unbind(0))}
-            for own, value in parts.items():
-                self.register_parameter(own, nn.Parameter(value))
-            self.parameter_names += tuple(parts)
+            size = shape[:2] if name == "bias" else shape
+            values = torch.empty(size, device=device, dtype=dtype)
+            self.parameter_names += self._add_parameters(name, values, single)
+
+    def _add_parameters(self, name: str, values: Tensor, single: bool) -> tuple[str, ...]:
+        """Register the parts of ``values``, or the whole of it; returns their names."""
+        # Side by side in one allocation, so that kernels can view them as one tensor; nothing
+        # keeps the allocation itself, since conversions of a module replace its parameters.
+        parts = {name: values}
+        if not single:
+            parts = {f"{name}{group}": part for group, part in enumerate(values.unbind(0))}
+        for own, value in parts.items():
+            self.register_parameter(own, nn.Parameter(value))
+        return tuple(parts)
 
     def _layouts(self) -> dict[str, bool]:
         """The kinds of parameters, and whether one of a kind is that of all groups."""

@@ -31,7 +31,7 @@ from fusible.ops.inputs import (
     wrong_shape,
 )
 from fusible.ops.matrices import matrix, restore_leading_dims
-from fusible.ops.op import BasicOperation, FusedOperation, Grads, OpGrads
+from fusible.ops.op import BasicOperation, FusedOperation, OpGrads
 from fusible.ops.state import State
 from fusible.ops.weights import WeightedOperation
 from fusible.ops.wgrad import dense_gradient, is_column_major
@@ -108,7 +108,9 @@ class BasicLinear(WeightedOperation):
                 "values are the same"
             )
         super().__init__(accumulate_into_main_grad=accumulate_into_main_grad)
-        self.in_features, self.out_features = in_features, out_features
+        # Also those of this process, as Transformer Engine names them.
+        self.in_features = self.local_in_features = in_features
+        self.out_features = self.local_out_features = out_features
         self.rng_state_tracker_function = rng_state_tracker_function
         self.init_method = init_method
         self.weight = nn.Parameter(
@@ -116,16 +118,6 @@ class BasicLinear(WeightedOperation):
         )
         self.reset_parameters()
         self.store_weights()
-
-    @property
-    def local_in_features(self) -> int:
-        """``in_features``, those of this process."""
-        return self.in_features
-
-    @property
-    def local_out_features(self) -> int:
-        """``out_features``, those of this process."""
-        return self.out_features
 
     def forward_impl(self, ctx: OperationContext, input_: Tensor) -> Tensor:
         """``x @ weight.T``, of quantized operands under a recipe."""
@@ -194,10 +186,6 @@ class BasicLinear(WeightedOperation):
         kernels = kernels_of(ctx)
         return LinearCall(kernels, self, ctx, kernels.single_group(rows), None)
 
-    def as_weight_grads(self, gradient: Tensor) -> Grads:
-        """See :class:`WeightedOperation`; kernels of groups give ``[1, out, in]``."""
-        return (gradient.view(gradient.shape[-2:]),)
-
 
 def _write_product(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """``a @ b`` for a ``[..., K]`` and b ``[K, N]``, in ``out``."""
@@ -244,15 +232,10 @@ class Bias(BasicOperation):
         super().__init__()
         if tensor_parallel:
             size = _per_process(size, dist.get_world_size(tensor_parallel_group), "size", "Bias")
-        self.size = size
+        self.size = self.local_size = size  # in tensor parallelism this process's part
         self.summed_over = summed_over
         self.bias = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
         self.reset_parameters()
-
-    @property
-    def local_size(self) -> int:
-        """The size of the bias, in tensor parallelism this process's part."""
-        return self.size
 
     def reset_parameters(self) -> None:
         """Zeros."""

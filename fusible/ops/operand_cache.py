@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -40,7 +40,6 @@ def counting_steps() -> Iterator[None]:
         handle.remove()
 
 
-_T = TypeVar("_T")
 _Reference = ref[Tensor] | nn.Parameter | int
 
 
@@ -94,7 +93,11 @@ class OperandCache:
         if not same or entry.versions != versions:
             # The old operands are freed before new ones are made.
             entry = self._cached = _Entry(tuple(map(_reference, stored)), versions, {})
-        key = key, stored[0].dtype, *_stream(stored[0].device)
+        # Operands can be read without waiting on the stream on which they are made.
+        device = stored[0].device
+        cuda = device.type == "cuda"
+        stream = torch._C._cuda_getCurrentRawStream(device.index) if cuda else 0
+        key = key, stored[0].dtype, device, stream
         uses = frozenset(products)
         cached = entry.operands.get(key)
         if cached is None or not uses <= cached[0]:
@@ -131,21 +134,15 @@ def _same(known: Sequence[_Reference], tensors: Sequence[Tensor]) -> bool:
     return all([of == id(t) if isinstance(of, int) else of is t for of, t in pairs])
 
 
-def _stream(device: torch.device) -> tuple[torch.device, int]:
-    """The device and stream on which operands are made, and can be read without waiting."""
-    cuda = device.type == "cuda"
-    return device, torch._C._cuda_getCurrentRawStream(device.index) if cuda else 0
-
-
 _copies = WeakIdKeyDictionary()  # of stored weights, by the first tensor of the first one
 
 
 def cached_copy(
     weights: Sequence[QuantizedTensor],
     key: Hashable,
-    make: Callable[[], _T],
+    make: Callable[[], Any],
     products: Iterable[str],
-) -> _T:
+) -> Any:
     """What ``make`` makes of stored weights, once for their values; freed with their memory.
 
     See `OperandCache.get`. The result must not hold the tensors that the weights consist of.

@@ -283,8 +283,8 @@ class WeightedOperation(CastingOp):
         return used  # type: ignore[return-value]
 
     def as_weight_grads(self, gradient: Tensor) -> Grads:
-        """A gradient of all weights as one tensor, as the parameters are."""
-        return (gradient,)
+        """A gradient of all weights as one tensor, ``[..., out, in]``, as the parameters are."""
+        return (gradient.view(gradient.shape[-2:]),)
 
     @property
     def keeps_grads(self) -> bool:
