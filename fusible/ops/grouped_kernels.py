@@ -320,17 +320,16 @@ class GroupedKernels:
         """
         if _are_stored(weights) and save_preact:
             weights = [dequantize_matrix(w, x.dtype) for w in weights]
-        if _are_stored(weights):
-            operands = StoredWeights.of(weights), weights[0].format, call.ends, scales, glu_of(act)
-            bias = call.linear.stacked_bias(call.ctx, x.dtype)
-            out = grouped.stored_glu(x, *operands, bias)
-            preact = x.new_empty(0, weights[0].shape[-2])
-            return Activated(preact, cast(out, call.ctx.dtype))
-        x, w, x_scale, w_scale = _split_scales(x, weights)
-        bias = call.linear.stacked_bias(call.ctx, value_dtype(x.dtype))
-        options = scales, glu_of(act), bias, save_preact, x_scale, w_scale
-        preact, out = grouped.grouped_glu(x, w, call.ends, *options, zero_tail=call.ctx.zero_tail)
-        return Activated(preact, cast(out, call.ctx.dtype))
+        ctx, (x, w, x_scale, w_scale) = call.ctx, _split_scales(x, weights)
+        bias = call.linear.stacked_bias(ctx, value_dtype(x.dtype))
+        if _are_stored(w):
+            stored = StoredWeights.of(w), w[0].format
+            out = grouped.stored_glu(x, *stored, call.ends, scales, glu_of(act), bias)
+            preact = x.new_empty(0, w[0].shape[-2])
+        else:
+            options = scales, glu_of(act), bias, save_preact, x_scale, w_scale
+            preact, out = grouped.grouped_glu(x, w, call.ends, *options, zero_tail=ctx.zero_tail)
+        return Activated(preact, cast(out, ctx.dtype))
 
     def dglu(
         self,
@@ -389,7 +388,7 @@ def glu_of(act: Any) -> Glu:
 def _matmul(
     call: LinearCall,
     x: Tensor | ScaledMatrix,
-    weights: Sequence[Tensor] | ScaledMatrix,
+    weights: Any,
     output: Tensor | None,
     row_scale: Tensor | None = None,
     data_grad: bool = False,
@@ -400,27 +399,24 @@ def _matmul(
     is None, or by FP8 weights that are one matrix.
     """
     ctx, ends, out = call.ctx, call.ends, buffer_rows(output)
-    if _are_stored(weights) and isinstance(x, Tensor):
-        bias = call.linear.stacked_bias(ctx, x.dtype)
-        stored = StoredWeights.of(weights), weights[0].format
-        y = grouped.stored_mm(x, *stored, ends, bias, row_scale)
+    x, w, x_scale, w_scale = _split_scales(x, weights)
+    bias = None if data_grad else call.linear.stacked_bias(ctx, value_dtype(x.dtype))
+    if _are_stored(w):
+        y = grouped.stored_mm(x, StoredWeights.of(w), w[0].format, ends, bias, row_scale)
+    elif ends is None:
+        y = as_2d(x @ (w[0] if data_grad else w[0].t()))
+    elif x_scale is not None and w_scale is not None and w_scale.dim() == 2:
+        y = scaled_mm(x, w[0], ends, x_scale, w_scale)
     else:
-        x, w, x_scale, w_scale = _split_scales(x, weights)
-        if ends is None:
-            y = as_2d(x @ (w[0] if data_grad else w[0].t()))
-        elif x_scale is not None and w_scale is not None and w_scale.dim() == 2:
-            y = scaled_mm(x, w[0], ends, x_scale, w_scale)
-        else:
-            transpose_w = data_grad and w_scale is None  # FP8 ones are transposed already
-            bias = None if data_grad else call.linear.stacked_bias(ctx, value_dtype(x.dtype))
-            options = bias, row_scale, transpose_w, out, x_scale, w_scale
-            # Weights that were just made of parameters are not read ahead. One matrix for all
-            # groups begins where the first parameter does only if it is their own memory.
-            pairs = zip(w, ctx.parameters, strict=False) if ctx.reads_ahead else ()
-            ahead = ctx.reads_ahead and all([is_memory_of(*pair) for pair in pairs])
-            tail = ctx.zero_tail
-            y = grouped.grouped_mm(x, w, ends, *options, zero_tail=tail, reads_ahead=ahead)
-            return cast(y, ctx.dtype)
+        transpose_w = data_grad and w_scale is None  # FP8 ones are transposed already
+        options = bias, row_scale, transpose_w, out, x_scale, w_scale
+        # Weights that were just made of parameters are not read ahead. One matrix for all groups
+        # begins where the first parameter does only if it is their own memory.
+        pairs = zip(w, ctx.parameters, strict=False) if ctx.reads_ahead else ()
+        ahead = ctx.reads_ahead and all([is_memory_of(*pair) for pair in pairs])
+        tail = ctx.zero_tail
+        y = grouped.grouped_mm(x, w, ends, *options, zero_tail=tail, reads_ahead=ahead)
+        return cast(y, ctx.dtype)
     y = cast(y, ctx.dtype)
     return y if out is None else out.copy_(y)
 
@@ -443,8 +439,8 @@ def _are_stored(weights: Any) -> TypeGuard[list[QuantizedMatrix]]:
 
 
 def _split_scales(
-    x: Tensor | ScaledMatrix, weights: Sequence[Tensor] | ScaledMatrix
-) -> tuple[Tensor, Sequence[Tensor], Tensor | None, Tensor | None]:
+    x: Tensor | ScaledMatrix, weights: Any
+) -> tuple[Tensor, Any, Tensor | None, Tensor | None]:
     """Rows and weights of a product, and the scales of both, which FP8 ones have."""
     x, x_scale = elements_and_scale(x)
     if isinstance(weights, ScaledMatrix):

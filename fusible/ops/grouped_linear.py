@@ -294,6 +294,7 @@ class GroupedLinear(WeightedOperation):
     def save(self, call: LinearCall, x: Any, row_scale: Tensor | None, weights: Any) -> None:
         """See :class:`WeightedOperation`."""
         kernels, _, ctx, ends, groups = call
+        scaled_bias = self.scale_bias and ctx.needs.extra_inputs[1]  # for the scales' gradient
         ctx.save_rows_for_backward(
             ends,
             (0,) if kernels.saves_input and not ctx.quantizes else (),
@@ -302,7 +303,7 @@ class GroupedLinear(WeightedOperation):
             row_scale,
             *kernels.saved_groups(groups),
             *kernels.saved_weights(ctx, weights),
-            self.scaled_bias(ctx),
+            self.stacked_bias(ctx, ctx.dtype) if scaled_bias else None,
         )
 
     def restored(self, ctx: OperationContext, num_rows: int) -> SavedLinear:
@@ -384,12 +385,6 @@ class GroupedLinear(WeightedOperation):
         biases = ctx.parameters[self.num_weights :]
         bias = biases[0] if self.single_grouped_bias else torch.stack(list(biases))
         return bias.to(dtype).contiguous()
-
-    def scaled_bias(self, ctx: OperationContext) -> Tensor | None:
-        """The bias that :meth:`grads` reads for the gradient of its scales, saved last."""
-        if not (self.scale_bias and ctx.needs.extra_inputs[1]):
-            return None
-        return self.stacked_bias(ctx, ctx.dtype)
 
     def params_needed(self, require_grad: tuple[bool, ...]) -> tuple[bool, ...]:
         """All weights' (or biases') if any is needed: one launch computes all groups."""

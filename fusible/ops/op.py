@@ -371,15 +371,14 @@ class BasicOperation(Channels, FormulaOp, FusibleOperation):
         self._frozen = True
         self._check_formula()
         self._names = self._find_names()
-        return {name: self._fact(name) for name in self.fact_names}
-
-    def _fact(self, name: str) -> Any:
-        """An attribute that conditions read."""
-        try:
-            return getattr(self, name)
-        except Exception as error:
-            error.add_note(f"raised by {name} of {type(self).__name__}, one of its fact_names")
-            raise
+        facts = {}
+        for name in self.fact_names:
+            try:
+                facts[name] = getattr(self, name)
+            except Exception as error:
+                error.add_note(f"raised by {name} of {type(self).__name__}, one of its fact_names")
+                raise
+        return facts
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.fact_names and self.__dict__.get("_frozen"):
