@@ -50,9 +50,8 @@ def _linear_glu(
     scales = None
     if act.num_extra_inputs:
         scales = check_row_scales(extra_inputs[1][0], x, type(act).__name__)
-    rows, ends, _ = linear.prepare_input(ctx, x, *extra_inputs[0])
+    call, rows, _ = linear.prepare_input(ctx, x, *extra_inputs[0])
     linear.output_buffer(ctx, x)  # none: it is not the last op
-    call = LinearCall.of(linear, ctx, ends, rows.shape[0])
     kernels = call.kernels
     prepared = kernels.row_scales(call, scales)
     operand = kernels.prepare_rows(call, rows, "input", linear.input_products(ctx))

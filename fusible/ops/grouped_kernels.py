@@ -89,12 +89,6 @@ class LinearCall(NamedTuple):
     groups: Any
     """`GroupedKernels.groups`."""
 
-    @classmethod
-    def of(cls, linear: Any, ctx: OperationContext, ends: Tensor, num_rows: int) -> LinearCall:
-        """The call of a grouped linear on ``num_rows`` rows, by the kernels in its context."""
-        kernels = kernels_of(ctx)
-        return cls(kernels, linear, ctx, ends, kernels.groups(linear, ends, num_rows))
-
 
 class SavedLinear(NamedTuple):
     """The saved tensors of a linear, as its backward reads them."""
@@ -353,7 +347,7 @@ class GroupedKernels:
             dy, second.weights, call.ends, *of_activation, overwrite=overwrite, zero_tail=zero_tail
         )
         output: Any = recomputed if second.lacks_x else None
-        if second.lacks_x and ctx.quantizes:
+        if output is not None and ctx.quantizes:
             rows = cast(recomputed, ctx.dtype)
             output = self.prepare_rows(call, rows, "input", ("wgrad",)).column
         return ActivationGrads(cast(dpreact, ctx.dtype), output, dscales, None)

@@ -17,7 +17,7 @@ from fusible.kernels.grouped import portable
 from fusible.ops.casting import format_of_grad, quantized_values
 from fusible.ops.dispatch import Dispatch
 from fusible.ops.grouped_fast_path import LinearFastPath
-from fusible.ops.grouped_kernels import LIBRARY, GroupedOperand, LinearCall, SavedLinear, kernels_of
+from fusible.ops.grouped_kernels import GroupedOperand, LinearCall, SavedLinear, kernels_of
 from fusible.ops.inputs import (
     check_features,
     check_row_scales,
@@ -32,7 +32,6 @@ from fusible.ops.state import State, convert_layout
 from fusible.ops.weights import WeightedOperation
 from fusible.ops.wgrad import is_column_major
 from fusible.recipes.checkpoint_state import load_pieces
-from fusible.recipes.grouped import GroupedQuantizer
 from fusible.recipes.matrix import TENSORS_PER_OPERAND
 from fusible.recipes.product import is_quantized, values
 from fusible.recipes.sharding import is_sharded, shard_rows
@@ -58,8 +57,8 @@ class GroupedLinear(WeightedOperation):
     dtype as ``ctx.dtype``, and as ``ctx.column_major`` whether the weights are column-major.
     ``ends`` are the int32 end rows of the groups; there is one 3-D weight or ``num_groups`` 2-D
     ones; the bias ``[num_groups, out_features]`` is for the gradient of ``scales``. Under a recipe
-    x and each weight are saved as the tensors of ``Operand.saved``, ``TENSORS_PER_OPERAND`` many,
-    all None if no gradient reads them; weights count as one unless stored quantized one by one.
+    x and each weight are saved as the tensors of ``saved_data``, ``TENSORS_PER_OPERAND`` many, all
+    None if no gradient reads them; weights count as one unless stored quantized one by one.
 
     Under a recipe each group of rows is quantized apart. The op takes, as its input and as the
     gradient of its output, a ``GroupedTensor`` of the recipe's format whose groups are those of
@@ -277,18 +276,10 @@ class GroupedLinear(WeightedOperation):
         """With the library's kernels, as a node of its own."""
         return LinearFastPath.of(plan, key, self)
 
-    def get_grad_output_quantizer(self) -> Any:
-        """See the base class; with a bias this op quantizes, since its gradient sums values."""
-        quantizer = super().get_grad_output_quantizer()
-        if isinstance(quantizer, GroupedQuantizer):
-            quantizer.by_receiver = self.has_bias
-        return quantizer
-
     def forward_impl(self, ctx: OperationContext, x: Tensor, *extra: Tensor | None) -> Tensor:
         """One grouped product, of quantized operands under a recipe."""
-        rows, ends, row_scale = self.prepare_input(ctx, x, *extra)
+        call, rows, row_scale = self.prepare_input(ctx, x, *extra)
         output = self.output_buffer(ctx, x)
-        call = LinearCall.of(self, ctx, ends, rows.shape[0])
         return restore_leading_dims(self.product(call, rows, row_scale, output), x)
 
     def save(self, call: LinearCall, x: Any, row_scale: Tensor | None, weights: Any) -> None:
@@ -323,15 +314,20 @@ class GroupedLinear(WeightedOperation):
         input_: Tensor,
         split_sizes: Tensor | None,
         scales: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Checked ``(x, ends, row_scale)``; x as rows in ``ctx.dtype``, or quantized as it is."""
+    ) -> tuple[LinearCall, Tensor, Tensor | None]:
+        """The call, ``x`` as rows in ``ctx.dtype`` or quantized as it is, and row scales; checked.
+
+        The call is by the kernels in the context.
+        """
         self.refuse_tracing()
         check_features(input_, self.in_features, "GroupedLinear")
         scales = self.prepare_scales(ctx, input_, scales)
         x = operand_rows(ctx, input_)
         ends = ends_of_groups(split_sizes, x, self.num_groups, ctx.memo)
         self.check_alignment(split_sizes)
-        return x, ends, scales
+        kernels = kernels_of(ctx)
+        groups = kernels.groups(self, ends, x.shape[0])
+        return LinearCall(kernels, self, ctx, ends, groups), x, scales
 
     def operands(
         self, ctx: OperationContext, input_: Tensor, *extra: Tensor | None
@@ -340,10 +336,10 @@ class GroupedLinear(WeightedOperation):
 
         Saved as the backward expects, for a fused op that replaces the forward. Without a recipe.
         """
-        x, ends, row_scale = self.prepare_input(ctx, input_, *extra)
+        call, x, row_scale = self.prepare_input(ctx, input_, *extra)
         weights = self.weights_in(ctx, ctx.dtype)
-        self.save(LinearCall(LIBRARY, self, ctx, ends, None), x, row_scale, weights)
-        return x, weights, ends, self.stacked_bias(ctx, ctx.dtype), row_scale
+        self.save(call, x, row_scale, weights)
+        return x, weights, call.ends, self.stacked_bias(ctx, ctx.dtype), row_scale
 
     def check_alignment(self, split_sizes: Tensor | None) -> None:
         """Check the promise of ``split_alignment`` where the host may read the sizes."""

@@ -68,6 +68,7 @@ class WeightedOperation(CastingOp):
     buffer_keywords = buffers.NAMES
     handles_autocast = True
     num_weights = 1
+    has_bias = False
     num_groups: int | None = None
     """Groups of rows that are quantized apart, if any."""
     kernels_type = GroupedKernels
@@ -448,7 +449,10 @@ class WeightedOperation(CastingOp):
         return self._quantizer("input", "forward", "wgrad" if wgrad else "forward")
 
     def get_grad_output_quantizer(self) -> Quantizer | None:
-        """Row-wise for the data gradient, column-wise if the weight will need its gradient."""
+        """Row-wise for the data gradient, column-wise if the weight will need its gradient.
+
+        With a bias of groups this op itself quantizes, since the bias' gradient sums values.
+        """
         wgrad = self._requires_grad()
         return self._quantizer("grad", "dgrad", "wgrad" if wgrad else "dgrad")
 
@@ -468,6 +472,7 @@ class WeightedOperation(CastingOp):
             self.num_groups,
             rowwise=own.rowwise_usage,
             columnwise=own.columnwise_usage,
+            by_receiver=role == "grad" and self.has_bias,
         )
 
     def weight_operands(
