@@ -72,11 +72,9 @@ def buffer_rows(buffer: Tensor | None) -> Tensor | None:
 
 def matrix(t: Any, dtype: torch.dtype) -> Any:
     """``t`` as ``[rows, features]`` in ``dtype``, or as it is if it is quantized."""
-    if isinstance(t, _Rows):
-        if isinstance(t, GatheredRows):
-            return GatheredRows(cast(t.source, dtype), t.index, t.regather)
-        return t
-    return t if is_quantized(t) else cast(as_2d(t), dtype)
+    if isinstance(t, GatheredRows):
+        return GatheredRows(cast(t.source, dtype), t.index, t.regather)
+    return t if is_quantized(t) or isinstance(t, QuantizedRows) else cast(as_2d(t), dtype)
 
 
 def restore_leading_dims(t: Tensor, like: Tensor) -> Tensor:

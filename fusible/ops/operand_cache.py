@@ -77,7 +77,7 @@ class OperandCache:
         An entry is for the ``products`` that it was made for; one for more products replaces it.
         """
         entry = self._cached
-        same = _same(entry.stored, stored)
+        same = len(entry.stored) == len(stored) and all(map(_refers, entry.stored, stored))
         versions: tuple[Any, ...] = ()
         if self.until_updated:
             if not same and any([t.is_inference() or not t.is_leaf for t in stored]):
@@ -126,12 +126,10 @@ def _reference(t: Tensor) -> _Reference:
     return t if isinstance(t, nn.Parameter) else ref(t)
 
 
-def _same(known: Sequence[_Reference], tensors: Sequence[Tensor]) -> bool:
-    if len(known) != len(tensors):
-        return False
-    held = [of() if isinstance(of, ref) else of for of in known]
-    pairs = zip(held, tensors, strict=True)
-    return all([of == id(t) if isinstance(of, int) else of is t for of, t in pairs])
+def _refers(reference: _Reference, t: Tensor) -> bool:
+    if isinstance(reference, int):
+        return reference == id(t)
+    return (reference() if isinstance(reference, ref) else reference) is t
 
 
 _copies = WeakIdKeyDictionary()  # of stored weights, by the first tensor of the first one
