@@ -234,7 +234,9 @@ class GroupedKernels:
     def saved_weights(self, ctx: OperationContext, weights: Any) -> Saved:
         """The tensors to save of the weights, the second result of `weights`."""
         weights = weights if ctx.needs.input else [None] * len(weights)
-        return tuple([t for w in weights for t in saved_data(w)] if ctx.quantizes else weights)
+        if not ctx.quantizes:
+            return tuple(weights)
+        return tuple([t for w in weights for t in saved_data(w)])
 
     def restored_weights(self, ctx: OperationContext, saved: Sequence[Any]) -> Any:
         """The weights of `data_grad` and `dglu`, from the tensors of `saved_weights`."""
