@@ -12,7 +12,6 @@ from fusible.formulas import cast
 from fusible.fused.grouped_mlp import MLP_CONDITIONS, GroupedMLP
 from fusible.fused.kernel_selection import SM90_FP8_ROW, SM90_ROW
 from fusible.fuser.conditions import equal, this
-from fusible.fuser.context import OperationContext
 from fusible.fuser.rules import rule
 from fusible.kernels import moe
 from fusible.ops import Combine, Dispatch, FusedOperation, GroupedLinear
@@ -90,6 +89,10 @@ class MoEExperts(FusedOperation):
             for op, of_op in zip(self._basic_ops, extra, strict=True)
         ]
         first.gathers = isinstance(rows, GatheredRows)
+        # Whether the backward copies tokens to rows again, for FC1's weight gradient.
+        first.recomputes_rows = (
+            dispatch.recompute_rows and not kernels.gathers and middle[0].needs.params[0]
+        )
         # Which of the activation, FC2's bias and the combine take its scales.
         first.gives_scales = [None in of_op[-1:] for of_op in extra[2:]]
         y, _ = self._mlp.forward_impl(middle, rows, extra_inputs[1:4])
@@ -97,7 +100,7 @@ class MoEExperts(FusedOperation):
         y = combine.forward_impl(last, y, *extra_inputs[4])
         if first.gathers:
             last.save_for_backward(rows.index)
-        elif first.requires_grad and _recomputes_rows(dispatch, kernels, middle[0]):
+        elif first.requires_grad and first.recomputes_rows:
             assert isinstance(choices.x, Tensor)
             middle[0].save_for_backward(choices.x, *middle[0].to_save[1:])
         return y, [outputs, (), (), (), ()]
@@ -119,7 +122,6 @@ class MoEExperts(FusedOperation):
         first, *middle, last = ctxs
         dispatch, fc1, _, _, combine = self._basic_ops
         dy: Any
-        kernels = self._mlp.kernels
         row_map, *others = first.saved_tensors
         sent_map = None if dispatch.process_group is None else others[-1]
         of_combine: tuple[Tensor | None, ...] = (None,) * combine.num_extra_inputs
@@ -145,7 +147,7 @@ class MoEExperts(FusedOperation):
         finish = dispatch.begin_backward(first, drows, None, dmoved, None)
         del drows
         x = second.saved.x
-        if _recomputes_rows(dispatch, kernels, middle[0]):
+        if first.recomputes_rows:
             probs = others[1] if dispatch.scale_input else None
             given = last.num_rows, dispatch.scale_input
             x, _ = moe.scatter_rows(x, row_map, probs, *given, zero_tail=first.zero_tail)
@@ -154,13 +156,6 @@ class MoEExperts(FusedOperation):
         dx, *extra0 = finish()
         params = [(), params1, (), second.params, ()]
         return dx, params, [extra0, extra1, second.dscales, second.extra, of_combine]
-
-
-def _recomputes_rows(
-    dispatch: Dispatch, kernels: GroupedKernels, fc1_ctx: OperationContext
-) -> bool:
-    """Whether the backward copies tokens to rows again, for the first linear's weight gradient."""
-    return dispatch.recompute_rows and not kernels.gathers and fc1_ctx.needs.params[0]
 
 
 _IN_HIGH_PRECISION = replace(

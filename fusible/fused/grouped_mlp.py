@@ -26,19 +26,12 @@ from fusible.ops.grouped_kernels import (
     GroupedKernels,
     GroupedOperand,
     LinearCall,
+    SavedLinear,
 )
 from fusible.ops.grouped_linear import operand_rows
 from fusible.ops.inputs import check_row_scales
 from fusible.ops.matrices import restore_leading_dims
-from fusible.ops.op import (
-    BasicOperation,
-    Contexts,
-    ExtraTensors,
-    FusedGrads,
-    FusedOutputs,
-    Grads,
-)
-from fusible.ops.weights import SavedLinear
+from fusible.ops.op import BasicOperation, Contexts, ExtraTensors, FusedGrads, FusedOutputs, Grads
 from fusible.recipes.recipe import Recipe
 
 
@@ -57,9 +50,8 @@ def _linear_glu(
     scales = None
     if act.num_extra_inputs:
         scales = check_row_scales(extra_inputs[1][0], x, type(act).__name__)
-    rows, ends, _ = linear.prepare_input(ctx, x, *extra_inputs[0])
+    call, rows, _ = linear.prepare_input(ctx, x, *extra_inputs[0])
     linear.output_buffer(ctx, x)  # none: it is not the last op
-    call = LinearCall.of(linear, ctx, ends, rows.shape[0])
     kernels = call.kernels
     prepared = kernels.row_scales(call, scales)
     operand = kernels.prepare_rows(call, rows, "input", linear.input_products(ctx))
@@ -159,18 +151,8 @@ class GroupedMLP(FusedOperation):
         saved2 = fc2.restored(ctx2, dy.shape[0])
         preact, scales = ctx_act.saved_tensors
         operand = fc2.grad_rows(saved2, dy)
-        d = self.kernels.dglu(
-            saved2.call,
-            act,
-            operand.row,
-            saved2.weights,
-            preact,
-            scales,
-            products=fc1.grad_products(ctx1),
-            activation=saved2.x is None and ctx2.needs.params[0],
-            bias=fc1.needs_bias_grads(ctx1),
-            overwrite=not (ctx_act.held or keeps_graph()),
-        )
+        overwrite = not (ctx_act.held or keeps_graph())
+        d = self.kernels.dglu(saved1.call, saved2, act, operand.row, preact, scales, overwrite)
         x2 = saved2.x if d.output is None else d.output
         params, extra = fc2.grads(saved2, operand, x2, dy, grad_output)
         dpreact = fc1.grad_rows(saved1, d.preact)

@@ -28,19 +28,14 @@ from fusible.ops.grouped_kernels import (
     GroupedOperand,
     LinearCall,
     Saved,
+    SavedLinear,
     glu_of,
     per_operand,
 )
 from fusible.ops.matrices import buffer_rows
 from fusible.ops.weights import quantize_weights, stack_weights
 from fusible.ops.wgrad import WeightGradient
-from fusible.recipes.matrix import (
-    TENSORS_PER_OPERAND,
-    Operand,
-    OperandData,
-    restored_data,
-    saved_data,
-)
+from fusible.recipes.matrix import Operand, OperandData, restored_data, saved_data
 from fusible.recipes.product import ProductKind, is_quantized, quantize_operand
 from fusible.recipes.recipe import Recipe, Role
 from fusible.recipes.tensor import QuantizedTensor
@@ -111,18 +106,6 @@ class Sm100Kernels(GroupedKernels):
         packed, sums = operands.quantize(x, fmt, ends, padded, uses)
         return GroupedOperand(packed.row, packed.column, sums)
 
-    def saved_rows(self, ctx: OperationContext, column: OperandData | None) -> Saved:
-        """The column-wise form, if the weight needs its gradient."""
-        return saved_data(column if ctx.needs.params[0] else None)
-
-    def num_saved_rows(self, ctx: OperationContext) -> int:
-        """See `GroupedKernels`."""
-        return TENSORS_PER_OPERAND
-
-    def restored_rows(self, call: LinearCall, saved: Sequence[Any]) -> OperandData | None:
-        """See `GroupedKernels`."""
-        return restored_data(saved, _recipe(call.ctx).format("input"))
-
     def weights(self, call: LinearCall) -> tuple[Sequence[OperandData], Sequence[OperandData]]:
         """See `GroupedKernels`."""
         linear, ctx = call.linear, call.ctx
@@ -132,14 +115,6 @@ class Sm100Kernels(GroupedKernels):
             return plain, plain
         weights = linear.weight_operands(ctx, quantize_weights_sm100)
         return [w.row for w in weights], [w.column for w in weights]
-
-    def saved_weights(self, ctx: OperationContext, weights: Sequence[OperandData]) -> Saved:
-        """The column-wise forms, if the input needs its gradient."""
-        if not ctx.needs.input:
-            return ()
-        if _recipe(ctx).format("weight") is None:
-            return tuple(weights)  # type: ignore[arg-type]
-        return tuple([t for weight in weights for t in saved_data(weight)])
 
     def restored_weights(self, ctx: OperationContext, saved: Sequence[Any]) -> Sequence[Any]:
         """See `GroupedKernels`."""
@@ -218,33 +193,28 @@ class Sm100Kernels(GroupedKernels):
         act: Any,
         x: OperandData,
         weights: Sequence[OperandData],
-        scales: Tensor | None,
+        scales: Any,
         save_preact: bool,
     ) -> Activated:
         """See `GroupedKernels`; the kernel always gives the pre-activation."""
-        assert scales is not None  # of `row_scales`
         bias = call.linear.stacked_bias(call.ctx, call.ctx.dtype)
         outputs = operands.glu(x, weights, call.groups, scales, bias=bias, glu=glu_of(act))
         return Activated(*outputs)
 
     def dglu(
         self,
-        call: LinearCall,
+        first: LinearCall,
+        second: SavedLinear,
         act: Any,
         dy: OperandData,
-        weights: Sequence[OperandData],
         preact: Tensor,
-        scales: Tensor | None,
-        *,
-        products: Sequence[ProductKind],
-        activation: bool,
-        bias: bool,
+        scales: Any,
         overwrite: bool,
     ) -> ActivationGrads:
         """See `GroupedKernels`; the kernel sums the bias's gradient."""
-        assert scales is not None
+        bias, groups = first.linear.needs_bias_grads(first.ctx), second.call.groups
         d, dscales, dbias = operands.dglu(
-            dy, weights, call.groups, preact, scales, bias=bias, glu=glu_of(act)
+            dy, second.weights, groups, preact, scales, bias=bias, glu=glu_of(act)
         )
         return ActivationGrads(d, None, dscales, dbias if bias else None)
 

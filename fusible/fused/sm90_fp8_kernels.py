@@ -38,6 +38,7 @@ from fusible.ops.grouped_kernels import (
     GroupedOperand,
     LinearCall,
     Saved,
+    SavedLinear,
     glu_of,
 )
 from fusible.ops.matrices import GatheredRows, QuantizedRows, as_2d, source_of
@@ -88,9 +89,8 @@ class Sm90Fp8Kernels(GroupedKernels):
 
     def rows_format(self, ctx: OperationContext, dtype: torch.dtype) -> NumberFormat | None:
         """See `GroupedKernels`: one of blocks of a row."""
-        fmt = ctx.recipe.of_fp8_products.format("input")
-        fits = dtype == torch.bfloat16 and fmt is not None and fmt.directional
-        return fmt if fits else None
+        fmt = _format(ctx.recipe, "input")
+        return fmt if dtype == torch.bfloat16 and fmt.directional else None
 
     def single_group(self, x: Any) -> Tensor:
         """See `GroupedKernels`."""
@@ -137,21 +137,17 @@ class Sm90Fp8Kernels(GroupedKernels):
 
         Or what it is gathered from once more, and the index.
         """
-        if not ctx.needs.params[0]:
-            return None, None, None
+        if column is None or not ctx.needs.params[0]:
+            return None, None, None, None
         if isinstance(column, GatheredRows):
-            return column.source, None, column.index
-        return (None, None, None) if column is None else (column.data.t(), column.scale, None)
-
-    def num_saved_rows(self, ctx: OperationContext) -> int:
-        """See `GroupedKernels`."""
-        return 3
+            return column.source, None, column.index, None
+        return column.data.t(), column.scale, None, None
 
     def restored_rows(
-        self, call: LinearCall, saved: Sequence[Any]
+        self, ctx: OperationContext, saved: Sequence[Any]
     ) -> ScaledMatrix | GatheredRows | None:
         """See `GroupedKernels`."""
-        data, scale, index = saved
+        data, scale, index, _ = saved
         if index is not None:
             return GatheredRows(data, index)
         return None if data is None else ScaledMatrix(data.t(), scale)
@@ -200,8 +196,7 @@ class Sm90Fp8Kernels(GroupedKernels):
         linear, ctx = call.linear, call.ctx
         if not epilogue_quantizes(ctx.recipe, linear, act, trains=save_preact):
             return super().glu(call, act, x, weights, scales, save_preact)
-        fmt = ctx.recipe.of_fp8_products.format("input")
-        assert fmt is not None
+        fmt = _format(ctx.recipe, "input")
         bias = linear.stacked_bias(ctx, torch.bfloat16)
         given = call.ends, scales, glu_of(act), bias, save_preact, x.scale, weights.scale, fmt
         preact, data, scale = grouped.grouped_glu_quantized(
@@ -211,30 +206,25 @@ class Sm90Fp8Kernels(GroupedKernels):
 
     def dglu(
         self,
-        call: LinearCall,
+        first: LinearCall,
+        second: SavedLinear,
         act: Any,
         dy: ScaledMatrix,
-        weights: ScaledMatrix,
         preact: Tensor,
         scales: Tensor | None,
-        *,
-        products: Sequence[ProductKind],
-        activation: bool,
-        bias: bool,
         overwrite: bool,
     ) -> ActivationGrads:
         """The data gradient, then the activation's backward, which quantizes what it computes.
 
         One epilogue for both was slower (``benchmarks/NOTES.md``).
         """
-        ctx, ends, glu = call.ctx, call.ends, glu_of(act)
-        recipe = ctx.recipe.of_fp8_products
-        fmt, of_input = recipe.format("grad"), recipe.format("input")
-        assert fmt is not None
-        assert of_input is not None
-        writes = activation and writes_activation(glu, preact.shape[1], fmt, of_input)
+        call, linear, glu = second.call, first.linear, glu_of(act)
+        recipe, ends = call.ctx.recipe, call.ends
+        fmt, of_input = _format(recipe, "grad"), _format(recipe, "input")
+        writes = second.lacks_x and writes_activation(glu, preact.shape[1], fmt, of_input)
+        products = linear.grad_products(first.ctx)
         gradients = quantize_glu_backward(
-            self.data_grad(call, dy, weights, None),
+            self.data_grad(call, dy, second.weights, None),
             preact,
             scales,
             ends,
@@ -242,13 +232,14 @@ class Sm90Fp8Kernels(GroupedKernels):
             fmt,
             rowwise="dgrad" in products,
             columnwise="wgrad" in products,
-            values=bias,
+            values=linear.needs_bias_grads(first.ctx),
             act_format=of_input if writes else None,
         )
         sums = None if gradients.values is None else grouped.grouped_sum(gradients.values, ends)
         output = gradients.activation
-        if activation and not writes:
-            output = self._requantized_input(call, glu.forward(preact, scales))
+        if second.lacks_x and not writes:
+            rows = glu.forward(preact, scales)
+            output = self.prepare_rows(call, rows, "input", ("wgrad",)).column
         return ActivationGrads(GroupedOperand(*gradients.operands), output, gradients.scales, sums)
 
 
@@ -260,13 +251,17 @@ def epilogue_quantizes(recipe: Recipe, linear: GroupedLinear, act: Any, *, train
 
     ``trains``: only if the activation's backward can quantize it, too.
     """
-    recipe, glu = recipe.of_fp8_products, glu_of(act)
-    fmt, of_grad = recipe.format("input"), recipe.format("grad")
-    assert fmt is not None
-    assert of_grad is not None
+    glu, fmt, of_grad = glu_of(act), _format(recipe, "input"), _format(recipe, "grad")
     if fmt.block is None or not quantizes_activation(glu.activation, linear.has_bias):
         return False
     return not trains or writes_activation(glu, linear.out_features, fmt, of_grad)
+
+
+def _format(recipe: Recipe, role: Role) -> NumberFormat:
+    """The format in which FP8 products read an operand; the rules require one."""
+    fmt = recipe.of_fp8_products.format(role)
+    assert fmt is not None
+    return fmt
 
 
 def _first(weights: ScaledMatrix) -> ScaledMatrix:
@@ -278,8 +273,7 @@ def _quantized(
 ) -> KMajorOperands:
     """Rows, gathered or as they are, for the products that read them, in one launch."""
     source, index = source_of(x)
-    fmt = call.ctx.recipe.of_fp8_products.format(role)
-    assert fmt is not None
+    fmt = _format(call.ctx.recipe, role)
     return quantize_k_major(source, fmt, ends=call.ends, index=index, **uses)
 
 
@@ -302,8 +296,7 @@ def quantize_weights_k_major(
 def _weights_k_major(
     weights: list[Tensor], recipe: Recipe, dtype: torch.dtype, products: Sequence[ProductKind]
 ) -> KMajorOperands:
-    fmt, columnwise = recipe.format("weight"), "dgrad" in products
-    assert fmt is not None
+    fmt, columnwise = _format(recipe, "weight"), "dgrad" in products
     if not any([isinstance(w, QuantizedTensor) and w.format == fmt for w in weights]):
         weight = stacked([stack_weights([*map(values, weights)], dtype)])
         return quantize_k_major(weight, fmt, rowwise=True, columnwise=columnwise)

@@ -27,11 +27,7 @@ from fusible.kernels.glu import Glu
 from fusible.kernels.grouped.groups import checks_enabled
 from fusible.kernels.grouped.vectors import launch_group_ends
 from fusible.kernels.runtime.launch import TENSOR_TYPES
-from fusible.kernels.sm90.grouped_products import (
-    DenseOperand,
-    ProductsByRows,
-    can_read_in_place,
-)
+from fusible.kernels.sm90.grouped_products import DenseOperand, ProductsByRows, can_read_in_place
 from fusible.kernels.sm90.operands import is_row_scale
 from fusible.ops.grouped_kernels import LIBRARY, glu_of
 from fusible.ops.op import Grads
@@ -41,9 +37,6 @@ from fusible.ops.wgrad import grouped_gradient
 
 AccumulatingContexts = Mapping[int, OperationContext]
 """Contexts of the ops that ``accumulates_grads``, by index."""
-
-Products = Sequence[tuple[Any, Any]]
-"""For each linear, the products of its weight and the weight in their form."""
 
 
 class _Linear:
@@ -100,7 +93,7 @@ class _Linear:
 
     def weight_grads(
         self,
-        wgrad: Callable[..., Tensor | None],
+        wgrad: Callable[..., Any],
         dy: Any,
         x: Any,
         ends: Tensor,
@@ -263,10 +256,11 @@ class GroupedFastPath:
 
     def _backward_products(
         self, dy: Tensor, matrices: Sequence[tuple[Tensor | None, int]], weights: Sequence[Any]
-    ) -> Products:
-        """The products of each linear for a backward, whose rows each have so many features.
+    ) -> Sequence[tuple[Any, Any]]:
+        """For each linear, the products of a backward, and the weight in their form.
 
-        Matrices and weights that were not saved are None.
+        The rows of ``matrices`` each have so many features. Matrices and weights that were not
+        saved are None.
         """
         rows = dy.shape[0]
         dense: list[DenseOperand] = [

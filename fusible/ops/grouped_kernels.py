@@ -26,13 +26,14 @@ from fusible.kernels.quantize.k_major import ScaledMatrix, elements_and_scale
 from fusible.ops.matrices import as_2d, buffer_rows
 from fusible.ops.wgrad import WeightGradient, dense_gradient, grouped_gradient
 from fusible.recipes.formats import NumberFormat, value_dtype
-from fusible.recipes.matrix import TENSORS_PER_OPERAND, Operand, QuantizedMatrix
-from fusible.recipes.product import (
-    ProductKind,
-    backward_operand,
-    operand_values,
-    quantize_operand,
+from fusible.recipes.matrix import (
+    TENSORS_PER_OPERAND,
+    OperandData,
+    QuantizedMatrix,
+    restored_data,
+    saved_data,
 )
+from fusible.recipes.product import ProductKind, backward_operand, operand_values, quantize_operand
 from fusible.recipes.quantize_ops import compute_dtype, dequantize_matrix
 from fusible.recipes.recipe import Recipe, Role
 from fusible.recipes.stored import StoredWeights
@@ -68,11 +69,12 @@ class ActivationGrads(NamedTuple):
     preact: Any
     """Gradient ``[rows, columns]``: ``x`` of `GroupedKernels.prepare_rows`, opaque."""
     output: Any | None
-    """The activation ``[rows, features]`` as `weight_grad` reads it, if requested."""
+    """The activation ``[rows, features]`` as `weight_grad` reads it, if the second linear
+    ``lacks_x``."""
     scales: Tensor
     """Gradient of the row scales, ``[rows]``; without rows if there are none."""
     bias: Tensor | None
-    """Gradient ``[E, columns]`` of the first linear's bias, if requested and fused."""
+    """Gradient ``[E, columns]`` of the first linear's bias, if it is needed and fused."""
 
 
 class LinearCall(NamedTuple):
@@ -87,11 +89,23 @@ class LinearCall(NamedTuple):
     groups: Any
     """`GroupedKernels.groups`."""
 
-    @classmethod
-    def of(cls, linear: Any, ctx: OperationContext, ends: Tensor, num_rows: int) -> LinearCall:
-        """The call of a grouped linear on ``num_rows`` rows, by the kernels in its context."""
-        kernels = kernels_of(ctx)
-        return cls(kernels, linear, ctx, ends, kernels.groups(linear, ends, num_rows))
+
+class SavedLinear(NamedTuple):
+    """The saved tensors of a linear, as its backward reads them."""
+
+    call: LinearCall
+    """The call of the backward."""
+    x: Any
+    """The input, as the weight gradient reads it; None where it was not saved."""
+    row_scale: Tensor | None
+    """The factor of the bias of each row, ``[rows]``."""
+    weights: Any
+    """The weights in the form that the data gradient reads."""
+
+    @property
+    def lacks_x(self) -> bool:
+        """Whether the weight gradient needs the input, which was not saved."""
+        return self.x is None and self.call.ctx.needs.params[0]
 
 
 class GroupedKernels:
@@ -178,33 +192,21 @@ class GroupedKernels:
                 row = operand_values(quantized, product, role, compute)
         if ctx.recipe.backward_override is not None and row is not None:
             return GroupedOperand(row, backward_operand(x, row, ctx.recipe, ctx.dtype))
-        if role == "input" or "wgrad" not in products:
-            return GroupedOperand(row, quantized)
-        return GroupedOperand(row, operand_values(quantized, "wgrad", role, compute))
+        return GroupedOperand(row, quantized.data_for(True))
 
     def saved_rows(self, ctx: OperationContext, column: Any) -> Saved:
-        """The tensors to save of an input: its `GroupedOperand.column`, or None to save none."""
-        if not ctx.quantizes:
-            return (column if ctx.needs.params[0] else None,)
-        return (
-            (None,) * TENSORS_PER_OPERAND
-            if column is None
-            else column.saved(needed=ctx.needs.params[0])
-        )
+        """The tensors to save of an input: its `GroupedOperand.column`, or None to save none.
 
-    def num_saved_rows(self, ctx: OperationContext) -> int:
-        """How many tensors `saved_rows` returns."""
-        return TENSORS_PER_OPERAND if ctx.quantizes else 1
+        ``TENSORS_PER_OPERAND`` many under a recipe, else one.
+        """
+        column = column if ctx.needs.params[0] else None
+        return saved_data(column) if ctx.quantizes else (column,)
 
-    def restored_rows(self, call: LinearCall, saved: Sequence[Any]) -> Any:
+    def restored_rows(self, ctx: OperationContext, saved: Sequence[Any]) -> Any:
         """The input ``x`` of `weight_grad`, from the tensors of `saved_rows`."""
-        ctx = call.ctx
         if not ctx.quantizes:
             return saved[0]
-        if not ctx.needs.params[0] or all(t is None for t in saved):
-            return None
-        x = Operand.from_saved(saved, ctx.recipe.backward_format("input"))
-        return operand_values(x, "wgrad", "input", compute_dtype(saved[0].device))
+        return restored_data(saved, ctx.recipe.backward_format("input"))
 
     def weights(self, call: LinearCall) -> tuple[Any, Any]:
         """The weights for `product` and `glu`, and for `saved_weights`.
@@ -217,41 +219,31 @@ class GroupedKernels:
                 return stored, ()
             plain = linear.weights_in(ctx, ctx.dtype)
             return plain, plain
-        quantized = linear.weight_operands(ctx)
-        if self._multiplies_stored(call, quantized):
-            return [w.row for w in quantized], quantized
+        quantized, override = linear.weight_operands(ctx), ctx.recipe.backward_override
+        keeps_stored = not ctx.requires_grad and override is None and call.ends is not None
+        if keeps_stored and all([w.row is not None and w.row_values is None for w in quantized]):
+            return [w.row for w in quantized], ()
         compute = compute_dtype(ctx.parameters[0].device)
         matrices = [operand_values(w, "forward", "weight", compute) for w in quantized]
-        override = ctx.recipe.backward_override
+        if override is None:
+            return matrices, [w.data_for(True) for w in quantized]
         if override == "high_precision":
             return matrices, linear.weights_in(ctx, ctx.dtype)
-        return matrices, quantized if override is None else [cast(w, ctx.dtype) for w in matrices]
-
-    @staticmethod
-    def _multiplies_stored(call: LinearCall, quantized: Sequence[Operand]) -> bool:
-        """Whether all weights are there quantized row-wise, and there are no gradients."""
-        ctx = call.ctx
-        needed = ctx.requires_grad or ctx.recipe.backward_override is not None
-        stored = all([w.row is not None and w.row_values is None for w in quantized])
-        return stored and call.ends is not None and not needed
+        return matrices, [cast(w, ctx.dtype) for w in matrices]
 
     def saved_weights(self, ctx: OperationContext, weights: Any) -> Saved:
         """The tensors to save of the weights, the second result of `weights`."""
-        dgrad = ctx.needs.input
+        weights = weights if ctx.needs.input else [None] * len(weights)
         if not ctx.quantizes:
-            return tuple(weights) if dgrad else (None,) * len(weights)
-        return tuple([t for w in weights for t in w.saved(needed=dgrad)])
+            return tuple(weights)
+        return tuple([t for w in weights for t in saved_data(w)])
 
     def restored_weights(self, ctx: OperationContext, saved: Sequence[Any]) -> Any:
         """The weights of `data_grad` and `dglu`, from the tensors of `saved_weights`."""
         if not ctx.quantizes:
             return list(saved)
-        if not ctx.needs.input:
-            return []
         fmt = ctx.recipe.backward_format("weight")
-        compute = compute_dtype(saved[0].device)
-        operands = [Operand.from_saved(part, fmt) for part in per_operand(saved)]
-        return [operand_values(w, "dgrad", "weight", compute) for w in operands]
+        return [_multiplied(restored_data(part, fmt)) for part in per_operand(saved)]
 
     # --- products --------------------------------------------------------------------------------
 
@@ -283,6 +275,8 @@ class GroupedKernels:
 
         ``dy`` is `GroupedOperand.column`, ``x`` of `restored_rows`; each gradient ``[out, in]``.
         """
+        if call.ctx.quantizes:
+            dy, x = _multiplied(dy), _multiplied(x)
         if call.ends is None:
             return dense_gradient(dy, x)
         return grouped_gradient(dy, x, call.ends, call.ctx.column_major)
@@ -322,54 +316,43 @@ class GroupedKernels:
         """
         if _are_stored(weights) and save_preact:
             weights = [dequantize_matrix(w, x.dtype) for w in weights]
-        if _are_stored(weights):
-            operands = StoredWeights.of(weights), weights[0].format, call.ends, scales, glu_of(act)
-            bias = call.linear.stacked_bias(call.ctx, x.dtype)
-            out = grouped.stored_glu(x, *operands, bias)
-            preact = x.new_empty(0, weights[0].shape[-2])
-            return Activated(preact, cast(out, call.ctx.dtype))
-        x, w, x_scale, w_scale = _split_scales(x, weights)
-        bias = call.linear.stacked_bias(call.ctx, value_dtype(x.dtype))
-        options = scales, glu_of(act), bias, save_preact, x_scale, w_scale
-        preact, out = grouped.grouped_glu(x, w, call.ends, *options, zero_tail=call.ctx.zero_tail)
-        return Activated(preact, cast(out, call.ctx.dtype))
+        ctx, (x, w, x_scale, w_scale) = call.ctx, _split_scales(x, weights)
+        bias = call.linear.stacked_bias(ctx, value_dtype(x.dtype))
+        if _are_stored(w):
+            stored = StoredWeights.of(w), w[0].format
+            out = grouped.stored_glu(x, *stored, call.ends, scales, glu_of(act), bias)
+            preact = x.new_empty(0, w[0].shape[-2])
+        else:
+            options = scales, glu_of(act), bias, save_preact, x_scale, w_scale
+            preact, out = grouped.grouped_glu(x, w, call.ends, *options, zero_tail=ctx.zero_tail)
+        return Activated(preact, cast(out, ctx.dtype))
 
     def dglu(
         self,
-        call: LinearCall,
+        first: LinearCall,
+        second: SavedLinear,
         act: Any,
         dy: Any,
-        weights: Any,
         preact: Tensor,
         scales: Tensor | None,
-        *,
-        products: Sequence[ProductKind],
-        activation: bool,
-        bias: bool,
         overwrite: bool,
     ) -> ActivationGrads:
-        """The second linear's data gradient, of its ``call``, and the activation's backward.
+        """The second linear's data gradient, and the activation's backward.
 
         ``dy`` ``[rows, out_features]`` is `GroupedOperand.row`, ``preact`` ``[rows, columns]`` and
-        ``scales`` those of `glu`. ``products`` will read the gradient of ``preact``.
-        ``activation`` requests the activation, which the second linear has not saved, ``bias``
-        the gradient of the first linear's bias, if these kernels fuse it. ``overwrite``:
-        ``preact`` may be written to.
+        ``scales`` those of `glu`. The backward of the ``first`` linear will read the gradient of
+        ``preact``. ``overwrite``: ``preact`` may be written to.
         """
-        ctx = call.ctx
+        call, ctx = second.call, second.call.ctx
         of_activation, zero_tail = (preact, scales, glu_of(act)), ctx.zero_tail
         dpreact, recomputed, dscales = grouped.grouped_dglu(
-            dy, weights, call.ends, *of_activation, overwrite=overwrite, zero_tail=zero_tail
+            dy, second.weights, call.ends, *of_activation, overwrite=overwrite, zero_tail=zero_tail
         )
-        output: Any = recomputed if activation else None
-        if activation and ctx.quantizes:
-            output = self._requantized_input(call, cast(output, ctx.dtype))
+        output: Any = recomputed if second.lacks_x else None
+        if output is not None and ctx.quantizes:
+            rows = cast(recomputed, ctx.dtype)
+            output = self.prepare_rows(call, rows, "input", ("wgrad",)).column
         return ActivationGrads(cast(dpreact, ctx.dtype), output, dscales, None)
-
-    def _requantized_input(self, call: LinearCall, x: Tensor) -> Any:
-        """An input as `weight_grad` reads it, quantized again as in the forward."""
-        column = self.prepare_rows(call, x, "input", ("wgrad",)).column
-        return self.restored_rows(call, self.saved_rows(call.ctx, column))
 
 
 LIBRARY = GroupedKernels()
@@ -379,6 +362,13 @@ LIBRARY = GroupedKernels()
 def per_operand(saved: Sequence[Any]) -> list[Sequence[Any]]:
     """The saved tensors of several operands, those of each apart."""
     return [saved[i : i + TENSORS_PER_OPERAND] for i in range(0, len(saved), TENSORS_PER_OPERAND)]
+
+
+def _multiplied(data: OperandData | None) -> Tensor | None:
+    """The values that products of quantized operands read of one, in `compute_dtype`."""
+    if isinstance(data, QuantizedMatrix):
+        return dequantize_matrix(data, compute_dtype(data.data.device))
+    return None if data is None else data.to(compute_dtype(data.device))
 
 
 def kernels_of(ctx: OperationContext) -> GroupedKernels:
@@ -394,7 +384,7 @@ def glu_of(act: Any) -> Glu:
 def _matmul(
     call: LinearCall,
     x: Tensor | ScaledMatrix,
-    weights: Sequence[Tensor] | ScaledMatrix,
+    weights: Any,
     output: Tensor | None,
     row_scale: Tensor | None = None,
     data_grad: bool = False,
@@ -405,27 +395,24 @@ def _matmul(
     is None, or by FP8 weights that are one matrix.
     """
     ctx, ends, out = call.ctx, call.ends, buffer_rows(output)
-    if _are_stored(weights) and isinstance(x, Tensor):
-        bias = call.linear.stacked_bias(ctx, x.dtype)
-        stored = StoredWeights.of(weights), weights[0].format
-        y = grouped.stored_mm(x, *stored, ends, bias, row_scale)
+    x, w, x_scale, w_scale = _split_scales(x, weights)
+    bias = None if data_grad else call.linear.stacked_bias(ctx, value_dtype(x.dtype))
+    if _are_stored(w):
+        y = grouped.stored_mm(x, StoredWeights.of(w), w[0].format, ends, bias, row_scale)
+    elif ends is None:
+        y = as_2d(x @ (w[0] if data_grad else w[0].t()))
+    elif x_scale is not None and w_scale is not None and w_scale.dim() == 2:
+        y = scaled_mm(x, w[0], ends, x_scale, w_scale)
     else:
-        x, w, x_scale, w_scale = _split_scales(x, weights)
-        if ends is None:
-            y = as_2d(x @ (w[0] if data_grad else w[0].t()))
-        elif x_scale is not None and w_scale is not None and w_scale.dim() == 2:
-            y = scaled_mm(x, w[0], ends, x_scale, w_scale)
-        else:
-            transpose_w = data_grad and w_scale is None  # FP8 ones are transposed already
-            bias = None if data_grad else call.linear.stacked_bias(ctx, value_dtype(x.dtype))
-            options = bias, row_scale, transpose_w, out, x_scale, w_scale
-            # Weights that were just made of parameters are not read ahead. One matrix for all
-            # groups begins where the first parameter does only if it is their own memory.
-            pairs = zip(w, ctx.parameters, strict=False) if ctx.reads_ahead else ()
-            ahead = ctx.reads_ahead and all([is_memory_of(*pair) for pair in pairs])
-            tail = ctx.zero_tail
-            y = grouped.grouped_mm(x, w, ends, *options, zero_tail=tail, reads_ahead=ahead)
-            return cast(y, ctx.dtype)
+        transpose_w = data_grad and w_scale is None  # FP8 ones are transposed already
+        options = bias, row_scale, transpose_w, out, x_scale, w_scale
+        # Weights that were just made of parameters are not read ahead. One matrix for all groups
+        # begins where the first parameter does only if it is their own memory.
+        pairs = zip(w, ctx.parameters, strict=False) if ctx.reads_ahead else ()
+        ahead = ctx.reads_ahead and all([is_memory_of(*pair) for pair in pairs])
+        tail = ctx.zero_tail
+        y = grouped.grouped_mm(x, w, ends, *options, zero_tail=tail, reads_ahead=ahead)
+        return cast(y, ctx.dtype)
     y = cast(y, ctx.dtype)
     return y if out is None else out.copy_(y)
 
@@ -448,8 +435,8 @@ def _are_stored(weights: Any) -> TypeGuard[list[QuantizedMatrix]]:
 
 
 def _split_scales(
-    x: Tensor | ScaledMatrix, weights: Sequence[Tensor] | ScaledMatrix
-) -> tuple[Tensor, Sequence[Tensor], Tensor | None, Tensor | None]:
+    x: Tensor | ScaledMatrix, weights: Any
+) -> tuple[Tensor, Any, Tensor | None, Tensor | None]:
     """Rows and weights of a product, and the scales of both, which FP8 ones have."""
     x, x_scale = elements_and_scale(x)
     if isinstance(weights, ScaledMatrix):

@@ -17,12 +17,7 @@ from fusible.kernels.grouped import portable
 from fusible.ops.casting import format_of_grad, quantized_values
 from fusible.ops.dispatch import Dispatch
 from fusible.ops.grouped_fast_path import LinearFastPath
-from fusible.ops.grouped_kernels import (
-    LIBRARY,
-    GroupedOperand,
-    LinearCall,
-    kernels_of,
-)
+from fusible.ops.grouped_kernels import GroupedOperand, LinearCall, SavedLinear, kernels_of
 from fusible.ops.inputs import (
     check_features,
     check_row_scales,
@@ -34,10 +29,10 @@ from fusible.ops.inputs import (
 from fusible.ops.matrices import matrix, restore_leading_dims, source_of
 from fusible.ops.op import Grads, OpGrads
 from fusible.ops.state import State, convert_layout
-from fusible.ops.weights import SavedLinear, WeightedOperation
+from fusible.ops.weights import WeightedOperation
 from fusible.ops.wgrad import is_column_major
 from fusible.recipes.checkpoint_state import load_pieces
-from fusible.recipes.grouped import GroupedQuantizer
+from fusible.recipes.matrix import TENSORS_PER_OPERAND
 from fusible.recipes.product import is_quantized, values
 from fusible.recipes.sharding import is_sharded, shard_rows
 from fusible.recipes.tensor import stack
@@ -69,17 +64,12 @@ class GroupedLinear(WeightedOperation):
     gradient of its output, a ``GroupedTensor`` of the recipe's format whose groups are those of
     ``split_sizes``; its quantizers make one when they are given the rows of each group.
 
+    Other arguments as in :class:`BasicLinear`.
+
     Args:
         num_groups: number of groups.
-        in_features: size of the input's last dimension.
-        out_features: size of the output's last dimension.
-        bias: whether to add a bias.
-        device: of the parameters; PyTorch's default if None.
-        dtype: FP32, FP16, BF16 or FP64; PyTorch's default if None.
-        rng_state_tracker_function: returns an object whose ``fork()`` is a context manager that
-            sets the random state for initialisation (Megatron's tracker).
-        accumulate_into_main_grad: add each weight's gradient to its ``main_grad`` (FP32 or BF16),
-            or write it there if it has ``overwrite_main_grad``, rather than give it to autograd.
+        bias: whether to add a bias, which starts at zero.
+        accumulate_into_main_grad: as in :class:`BasicLinear`, for the weight of each group.
             Gradients of biases go to autograd.
         single_grouped_weight: one ``weight`` rather than one per group.
         single_grouped_bias: one ``bias`` rather than one per group.
@@ -89,15 +79,13 @@ class GroupedLinear(WeightedOperation):
         split_alignment: a promise that every split size is a multiple of it, which spares kernels
             that want whole tiles (256 rows on Blackwell) from padding the groups; checked where
             the host knows the sizes, and under ``fusible.checking()``.
-        init_method: called with each group's weight to initialise it in place; by default
-            Kaiming-uniform as in ``torch.nn.Linear``. Biases start at zero.
+        init_method: called with each group's weight to initialise it in place.
 
     Raises:
         TypeError: a size is no integer.
-        ValueError: a size is under 1, or the dtype another; in a
-            call, x does not fit the weights (features, device),
-            ``split_sizes`` are not ``num_groups`` integers or, where the host knows them, negative
-            or of more rows than x.
+        ValueError: a size is under 1, or the dtype another; in a call, x does not fit the weights
+            (features, device), ``split_sizes`` are not ``num_groups`` integers or, where the host
+            knows them, negative or of more rows than x.
     """
 
     num_groups: int
@@ -153,7 +141,7 @@ class GroupedLinear(WeightedOperation):
         self.in_features, self.out_features = in_features, out_features
         self.rng_state_tracker_function = rng_state_tracker_function
         self.init_method = init_method
-        self.has_bias = bias
+        self.has_bias = self.use_bias = bias
         self.scale_bias = scale_bias
         self.split_alignment = split_alignment
         self.single_grouped_weight = single_grouped_weight
@@ -164,11 +152,6 @@ class GroupedLinear(WeightedOperation):
         self._make_parameters(device, dtype)
         self.reset_parameters()
         self.store_weights()
-
-    @property
-    def use_bias(self) -> bool:
-        """``has_bias``."""
-        return self.has_bias
 
     def check_producer(self, slot: int, producer: Any) -> None:
         """Refuse the split sizes of another number of groups."""
@@ -183,12 +166,12 @@ class GroupedLinear(WeightedOperation):
         self, device: torch.device | str | None, dtype: torch.dtype | None
     ) -> None:
         """Set the weights and biases, and their names in order."""
+        self.parameter_names = ()
         shape = self.num_groups, self.out_features, self.in_features
-        weight = torch.empty(shape, device=device, dtype=dtype)
-        self.parameter_names = self._add_parameters("weight", weight, self.single_grouped_weight)
-        if self.has_bias:
-            bias = torch.empty(shape[:2], device=device, dtype=dtype)
-            self.parameter_names += self._add_parameters("bias", bias, self.single_grouped_bias)
+        for name, single in self._layouts().items():
+            size = shape[:2] if name == "bias" else shape
+            values = torch.empty(size, device=device, dtype=dtype)
+            self.parameter_names += self._add_parameters(name, values, single)
 
     def _add_parameters(self, name: str, values: Tensor, single: bool) -> tuple[str, ...]:
         """Register the parts of ``values``, or the whole of it; returns their names."""
@@ -200,6 +183,11 @@ class GroupedLinear(WeightedOperation):
         for own, value in parts.items():
             self.register_parameter(own, nn.Parameter(value))
         return tuple(parts)
+
+    def _layouts(self) -> dict[str, bool]:
+        """The kinds of parameters, and whether one of a kind is that of all groups."""
+        layouts = {"weight": self.single_grouped_weight}
+        return {**layouts, "bias": self.single_grouped_bias} if self.has_bias else layouts
 
     def check_shardable(self, mesh: Any) -> None:
         """Raise ValueError unless :meth:`shard_experts` can share the experts."""
@@ -234,17 +222,15 @@ class GroupedLinear(WeightedOperation):
     @torch.no_grad()
     def shard_experts(self, mesh: Any) -> None:
         """Keep the parameters of the experts of this process of a mesh, as ``DTensor``."""
-        held = {"weight": (self.weights(), self.single_grouped_weight)}
-        if self.has_bias:
-            held["bias"] = self.biases(), self.single_grouped_bias
+        layouts, held = self._layouts(), (self.weights(), self.biases())
         for old in self.own_parameter_names():
             del self._parameters[old], self._registered[old]
-        for name, (own, single) in held.items():
+        for (name, single), own in zip(layouts.items(), held, strict=False):
             part = shard_rows(own[0] if single else stack(own), mesh)
             self.register_parameter(name, nn.Parameter(part, own[0].requires_grad))
         self.single_grouped_weight, self.num_weights = True, 1
         self.single_grouped_bias = self.single_grouped_bias or self.has_bias
-        self.parameter_names = tuple(held)
+        self.parameter_names = tuple(layouts)
         self.expert_processes = mesh.size()
         self.num_groups //= mesh.size()
 
@@ -279,11 +265,8 @@ class GroupedLinear(WeightedOperation):
     def _load_from_state_dict(self, state_dict: State, prefix: str, *args: Any) -> None:
         # Quantized weights are put together from their pieces first.
         load_pieces(self, state_dict, prefix, *args[-3:])
-        layouts = {"weight": self.single_grouped_weight}
-        if self.has_bias:
-            layouts["bias"] = self.single_grouped_bias
-        for name, single in layouts.items():
-            groups = self.num_groups * (self.expert_processes or 1)
+        groups = self.num_groups * (self.expert_processes or 1)
+        for name, single in self._layouts().items():
             convert_layout(state_dict, prefix, name, groups, single=single)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -293,23 +276,16 @@ class GroupedLinear(WeightedOperation):
         """With the library's kernels, as a node of its own."""
         return LinearFastPath.of(plan, key, self)
 
-    def get_grad_output_quantizer(self) -> Any:
-        """See the base class; with a bias this op quantizes, since its gradient sums values."""
-        quantizer = super().get_grad_output_quantizer()
-        if isinstance(quantizer, GroupedQuantizer):
-            quantizer.by_receiver = self.has_bias
-        return quantizer
-
     def forward_impl(self, ctx: OperationContext, x: Tensor, *extra: Tensor | None) -> Tensor:
         """One grouped product, of quantized operands under a recipe."""
-        rows, ends, row_scale = self.prepare_input(ctx, x, *extra)
+        call, rows, row_scale = self.prepare_input(ctx, x, *extra)
         output = self.output_buffer(ctx, x)
-        call = LinearCall.of(self, ctx, ends, rows.shape[0])
         return restore_leading_dims(self.product(call, rows, row_scale, output), x)
 
     def save(self, call: LinearCall, x: Any, row_scale: Tensor | None, weights: Any) -> None:
         """See :class:`WeightedOperation`."""
         kernels, _, ctx, ends, groups = call
+        scaled_bias = self.scale_bias and ctx.needs.extra_inputs[1]  # for the scales' gradient
         ctx.save_rows_for_backward(
             ends,
             (0,) if kernels.saves_input and not ctx.quantizes else (),
@@ -318,18 +294,18 @@ class GroupedLinear(WeightedOperation):
             row_scale,
             *kernels.saved_groups(groups),
             *kernels.saved_weights(ctx, weights),
-            self.scaled_bias(ctx),
+            self.stacked_bias(ctx, ctx.dtype) if scaled_bias else None,
         )
 
     def restored(self, ctx: OperationContext, num_rows: int) -> SavedLinear:
         """The tensors of :meth:`save`, as the products of the backward read them."""
         kernels = kernels_of(ctx)
-        at, tensors = kernels.num_saved_rows(ctx), ctx.saved_tensors
+        at, tensors = TENSORS_PER_OPERAND if ctx.quantizes else 1, ctx.saved_tensors
         ends, row_scale, *rest = tensors[at:-1]
         count = kernels.num_saved_groups
         groups = kernels.restored_groups(ends, rest[:count], num_rows)
         call = LinearCall(kernels, self, ctx, ends, groups)
-        x = kernels.restored_rows(call, tensors[:at])
+        x = kernels.restored_rows(ctx, tensors[:at])
         return SavedLinear(call, x, row_scale, kernels.restored_weights(ctx, rest[count:]))
 
     def prepare_input(
@@ -338,15 +314,20 @@ class GroupedLinear(WeightedOperation):
         input_: Tensor,
         split_sizes: Tensor | None,
         scales: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Checked ``(x, ends, row_scale)``; x as rows in ``ctx.dtype``, or quantized as it is."""
+    ) -> tuple[LinearCall, Tensor, Tensor | None]:
+        """The call, ``x`` as rows in ``ctx.dtype`` or quantized as it is, and row scales; checked.
+
+        The call is by the kernels in the context.
+        """
         self.refuse_tracing()
         check_features(input_, self.in_features, "GroupedLinear")
         scales = self.prepare_scales(ctx, input_, scales)
         x = operand_rows(ctx, input_)
         ends = ends_of_groups(split_sizes, x, self.num_groups, ctx.memo)
         self.check_alignment(split_sizes)
-        return x, ends, scales
+        kernels = kernels_of(ctx)
+        groups = kernels.groups(self, ends, x.shape[0])
+        return LinearCall(kernels, self, ctx, ends, groups), x, scales
 
     def operands(
         self, ctx: OperationContext, input_: Tensor, *extra: Tensor | None
@@ -355,10 +336,10 @@ class GroupedLinear(WeightedOperation):
 
         Saved as the backward expects, for a fused op that replaces the forward. Without a recipe.
         """
-        x, ends, row_scale = self.prepare_input(ctx, input_, *extra)
+        call, x, row_scale = self.prepare_input(ctx, input_, *extra)
         weights = self.weights_in(ctx, ctx.dtype)
-        self.save(LinearCall(LIBRARY, self, ctx, ends, None), x, row_scale, weights)
-        return x, weights, ends, self.stacked_bias(ctx, ctx.dtype), row_scale
+        self.save(call, x, row_scale, weights)
+        return x, weights, call.ends, self.stacked_bias(ctx, ctx.dtype), row_scale
 
     def check_alignment(self, split_sizes: Tensor | None) -> None:
         """Check the promise of ``split_alignment`` where the host may read the sizes."""
@@ -400,12 +381,6 @@ class GroupedLinear(WeightedOperation):
         biases = ctx.parameters[self.num_weights :]
         bias = biases[0] if self.single_grouped_bias else torch.stack(list(biases))
         return bias.to(dtype).contiguous()
-
-    def scaled_bias(self, ctx: OperationContext) -> Tensor | None:
-        """The bias that :meth:`grads` reads for the gradient of its scales, saved last."""
-        if not (self.scale_bias and ctx.needs.extra_inputs[1]):
-            return None
-        return self.stacked_bias(ctx, ctx.dtype)
 
     def params_needed(self, require_grad: tuple[bool, ...]) -> tuple[bool, ...]:
         """All weights' (or biases') if any is needed: one launch computes all groups."""
@@ -454,9 +429,8 @@ class GroupedLinear(WeightedOperation):
         extra = (dscales,) if self.scale_bias else ()
         return (*dweights, *self.as_bias_grads(dbias)), (None, *extra)
 
-    def as_weight_grads(self, gradient: Tensor | None) -> Grads:
+    def as_weight_grads(self, gradient: Tensor) -> Grads:
         """See :class:`WeightedOperation`."""
-        assert gradient is not None
         return (gradient,) if self.single_grouped_weight else gradient.unbind(0)
 
     def needs_bias_grads(self, ctx: OperationContext) -> bool:

@@ -19,14 +19,8 @@ from fusible.fuser.plan import Plan, joined
 from fusible.fuser.registry import is_ours
 from fusible.fuser.tracing import constant_when_traced
 from fusible.ops.casting import apply_quantizer, format_of_grad, quantized_values
-from fusible.ops.collectives import (
-    AllGather,
-    AllReduce,
-    AllReduceGrad,
-    ReduceScatter,
-    all_reduce,
-)
-from fusible.ops.grouped_kernels import LinearCall, kernels_of
+from fusible.ops.collectives import AllGather, AllReduce, AllReduceGrad, ReduceScatter, all_reduce
+from fusible.ops.grouped_kernels import LinearCall, SavedLinear, kernels_of
 from fusible.ops.hooks import HOOKS, patches, why_called
 from fusible.ops.inputs import (
     check_device,
@@ -37,10 +31,11 @@ from fusible.ops.inputs import (
     wrong_shape,
 )
 from fusible.ops.matrices import matrix, restore_leading_dims
-from fusible.ops.op import BasicOperation, FusedOperation, Grads, OpGrads
+from fusible.ops.op import BasicOperation, FusedOperation, OpGrads
 from fusible.ops.state import State
-from fusible.ops.weights import SavedLinear, WeightedOperation
+from fusible.ops.weights import WeightedOperation
 from fusible.ops.wgrad import dense_gradient, is_column_major
+from fusible.recipes.matrix import TENSORS_PER_OPERAND
 from fusible.recipes.product import values
 from fusible.recipes.quantizer import Quantizer
 
@@ -113,7 +108,9 @@ class BasicLinear(WeightedOperation):
                 "values are the same"
             )
         super().__init__(accumulate_into_main_grad=accumulate_into_main_grad)
-        self.in_features, self.out_features = in_features, out_features
+        # Also those of this process, as Transformer Engine names them.
+        self.in_features = self.local_in_features = in_features
+        self.out_features = self.local_out_features = out_features
         self.rng_state_tracker_function = rng_state_tracker_function
         self.init_method = init_method
         self.weight = nn.Parameter(
@@ -121,16 +118,6 @@ class BasicLinear(WeightedOperation):
         )
         self.reset_parameters()
         self.store_weights()
-
-    @property
-    def local_in_features(self) -> int:
-        """``in_features``, those of this process."""
-        return self.in_features
-
-    @property
-    def local_out_features(self) -> int:
-        """``out_features``, those of this process."""
-        return self.out_features
 
     def forward_impl(self, ctx: OperationContext, input_: Tensor) -> Tensor:
         """``x @ weight.T``, of quantized operands under a recipe."""
@@ -181,9 +168,9 @@ class BasicLinear(WeightedOperation):
         rows = matrix(grad_output, ctx.dtype)
         call = self._call(ctx, rows)
         kernels, tensors = call.kernels, ctx.saved_tensors
-        at = kernels.num_saved_rows(ctx)
-        weights = kernels.restored_weights(ctx, tensors[at:])
-        saved = SavedLinear(call, kernels.restored_rows(call, tensors[:at]), None, weights)
+        x = kernels.restored_rows(ctx, tensors[:TENSORS_PER_OPERAND])
+        weights = kernels.restored_weights(ctx, tensors[TENSORS_PER_OPERAND:])
+        saved = SavedLinear(call, x, None, weights)
         dy = self.grad_rows(saved, rows)
         dx = self.data_grad(saved, dy, grad_output)
         if not ctx.needs.params[0]:
@@ -198,11 +185,6 @@ class BasicLinear(WeightedOperation):
     def _call(self, ctx: OperationContext, rows: Tensor) -> LinearCall:
         kernels = kernels_of(ctx)
         return LinearCall(kernels, self, ctx, kernels.single_group(rows), None)
-
-    def as_weight_grads(self, gradient: Tensor | None) -> Grads:
-        """See :class:`WeightedOperation`; kernels of groups give ``[1, out, in]``."""
-        assert gradient is not None
-        return (gradient.view(gradient.shape[-2:]),)
 
 
 def _write_product(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -250,15 +232,10 @@ class Bias(BasicOperation):
         super().__init__()
         if tensor_parallel:
             size = _per_process(size, dist.get_world_size(tensor_parallel_group), "size", "Bias")
-        self.size = size
+        self.size = self.local_size = size  # in tensor parallelism this process's part
         self.summed_over = summed_over
         self.bias = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
         self.reset_parameters()
-
-    @property
-    def local_size(self) -> int:
-        """The size of the bias, in tensor parallelism this process's part."""
-        return self.size
 
     def reset_parameters(self) -> None:
         """Zeros."""

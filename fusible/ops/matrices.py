@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,31 +25,17 @@ class _Rows:
         return 2
 
 
-@dataclass(frozen=True)
 class GatheredRows(_Rows):
-    """Rows ``source[index]``, which kernels gather while they read them: ``gathers``."""
+    """Rows ``source[index]``, which kernels gather while they read them: ``gathers``.
 
-    source: Tensor
-    """``[tokens, features]``."""
-    index: Tensor
-    """Int32 ``[rows]``; what it holds past the last group is not read."""
-    regather: bool = False
-    """Save the source, and gather once more for the weight gradient."""
+    ``source`` is ``[tokens, features]``, ``index`` int32 ``[rows]``; what it holds past the last
+    group is not read. ``regather``: save the source, and gather once more for the weight gradient.
+    """
 
-    @property
-    def shape(self) -> torch.Size:
-        """The shape of the gathered rows."""
-        return torch.Size((self.index.shape[0], self.source.shape[1]))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the rows."""
-        return self.source.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the rows."""
-        return self.source.device
+    def __init__(self, source: Tensor, index: Tensor, regather: bool = False) -> None:
+        self.source, self.index, self.regather = source, index, regather
+        self.dtype, self.device = source.dtype, source.device
+        self.shape = torch.Size((index.shape[0], source.shape[1]))
 
 
 class QuantizedRows(_Rows):
@@ -87,11 +72,9 @@ def buffer_rows(buffer: Tensor | None) -> Tensor | None:
 
 def matrix(t: Any, dtype: torch.dtype) -> Any:
     """``t`` as ``[rows, features]`` in ``dtype``, or as it is if it is quantized."""
-    if isinstance(t, _Rows):
-        if isinstance(t, GatheredRows):
-            return GatheredRows(cast(t.source, dtype), t.index, t.regather)
-        return t
-    return t if is_quantized(t) else cast(as_2d(t), dtype)
+    if isinstance(t, GatheredRows):
+        return GatheredRows(cast(t.source, dtype), t.index, t.regather)
+    return t if is_quantized(t) or isinstance(t, QuantizedRows) else cast(as_2d(t), dtype)
 
 
 def restore_leading_dims(t: Tensor, like: Tensor) -> Tensor:

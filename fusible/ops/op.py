@@ -124,7 +124,7 @@ class FusibleOperation(ModuleState, PatchesCounted):
 
     def uses_impl(self, direction: Literal["forward", "backward"]) -> bool:
         """Whether nothing overrides the methods of te.ops, which call the ``impl`` of this one."""
-        return not _overrides(self, FusibleOperation, f"fuser_{direction}")
+        return not _overrides(self, f"fuser_{direction}", f"op_{direction}")
 
     def fuser_forward(
         self,
@@ -252,10 +252,15 @@ class FusibleOperation(ModuleState, PatchesCounted):
 _operations: WeakGroups[FusibleOperation] = WeakGroups()
 
 
-def _overrides(op: FusibleOperation, base: type, *methods: str) -> bool:
-    """Whether an op itself, or a class that it derives from ``base``, has one of the methods."""
+_BY_HAND = "forward_impl", "op_forward", "fuser_forward"
+"""The methods of a forward that is not a formula."""
+
+
+def _overrides(op: FusibleOperation, *methods: str) -> bool:
+    """Whether an op itself, or its class, has one of the methods of `BasicOperation` anew."""
     kind, own = type(op), vars(op)
-    return any(name in own or getattr(kind, name) is not getattr(base, name) for name in methods)
+    defaults = {name: getattr(BasicOperation, name) for name in methods}
+    return any(name in own or getattr(kind, name, d) is not d for name, d in defaults.items())
 
 
 def _alone(op: FusibleOperation) -> Run:
@@ -295,7 +300,6 @@ class BasicOperation(Channels, FormulaOp, FusibleOperation):
     """
 
     is_fused_op = False
-    num_extra_inputs: int = 0
     num_extra_outputs: int = 0
     fact_names: ClassVar[tuple[str, ...]] = ()
     extra_input_names: ClassVar[tuple[str, ...]] = ()
@@ -314,15 +318,11 @@ class BasicOperation(Channels, FormulaOp, FusibleOperation):
 
     def __init__(self) -> None:
         super().__init__()
-        # Names of parameters in the order of first registration, which ``_parameters`` loses.
-        self._registered: dict[str, None] = {}
-        # What a run that has captured the op reads.
-        self._names: tuple[str, ...] | None = None
+        self._registered = {}
+        self._names = None
         self._by_name = False
-        self.extra_input_channels: list[str | None] = [None] * self.num_extra_inputs
-        self.extra_output_channels: list[tuple[str | None, bool]] = [
-            (None, True)
-        ] * self.num_extra_outputs
+        self.extra_input_channels = [None] * self.num_extra_inputs
+        self.extra_output_channels = [(None, True)] * self.num_extra_outputs
         self._frozen = False
 
     @property
@@ -371,15 +371,14 @@ class BasicOperation(Channels, FormulaOp, FusibleOperation):
         self._frozen = True
         self._check_formula()
         self._names = self._find_names()
-        return {name: self._fact(name) for name in self.fact_names}
-
-    def _fact(self, name: str) -> Any:
-        """An attribute that conditions read."""
-        try:
-            return getattr(self, name)
-        except Exception as error:
-            error.add_note(f"raised by {name} of {type(self).__name__}, one of its fact_names")
-            raise
+        facts = {}
+        for name in self.fact_names:
+            try:
+                facts[name] = getattr(self, name)
+            except Exception as error:
+                error.add_note(f"raised by {name} of {type(self).__name__}, one of its fact_names")
+                raise
+        return facts
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.fact_names and self.__dict__.get("_frozen"):
@@ -423,23 +422,18 @@ class BasicOperation(Channels, FormulaOp, FusibleOperation):
     @property
     def is_formula(self) -> bool:
         """Whether :meth:`formula` is all that the op defines of its math."""
-        methods = [f"{by}_{way}" for by in ("op", "fuser") for way in ("forward", "backward")]
-        by_hand = _overrides(self, BasicOperation, *methods, "forward_impl", "backward_impl")
-        return not by_hand and _overrides(self, BasicOperation, "formula")
+        by_hand = _overrides(self, *_BY_HAND, "backward_impl", "op_backward", "fuser_backward")
+        return not by_hand and _overrides(self, "formula")
 
     def _is_forward_by_hand(self) -> bool:
-        """See :class:`FormulaOp`."""
-        return _overrides(self, BasicOperation, "op_forward", "fuser_forward")
+        return _overrides(self, "op_forward", "fuser_forward")
 
     def _check_formula(self) -> None:
         """Raise TypeError for a formula below methods by hand, which would run instead of it."""
-        methods = "forward_impl", "op_forward", "fuser_forward"
         classes = type(self).__mro__
         classes = classes[: classes.index(BasicOperation)]
-        defining = [
-            c for c in classes if "formula" in vars(c) or any(n in vars(c) for n in methods)
-        ]
-        by_hand = [c for c in defining if any(n in vars(c) for n in methods)]
+        defining = [c for c in classes if {"formula", *_BY_HAND} & vars(c).keys()]
+        by_hand = [c for c in defining if {*_BY_HAND} & vars(c).keys()]
         if by_hand and defining[0] not in by_hand and not is_ours(defining[0]):
             base = defining[0].__mro__[1].__name__
             raise TypeError(
@@ -449,15 +443,11 @@ class BasicOperation(Channels, FormulaOp, FusibleOperation):
             )
 
     def _returns_grads(self) -> bool:
-        """See :class:`OwnParameters`."""
-        return _overrides(self, BasicOperation, "op_backward", "fuser_backward")
+        return _overrides(self, "op_backward", "fuser_backward")
 
     def _formula_arguments(self, registered: Sequence[str]) -> list[str]:
         """See :class:`FormulaOp`; an op by hand has no formula."""
-        methods = "forward_impl", "op_forward", "fuser_forward"
-        base = BasicOperation
-        by_hand = any(getattr(type(self), name) is not getattr(base, name) for name in methods)
-        if not by_hand and type(self).formula is not base.formula:
+        if not _overrides(self, *_BY_HAND) and type(self).formula is not BasicOperation.formula:
             return super()._formula_arguments(registered)
         self._by_name = False
         self._check_op_forward()
@@ -513,10 +503,6 @@ class BasicOperation(Channels, FormulaOp, FusibleOperation):
             return returned, [()], [()]
         count = 1 + len(ctxs[0].needs.params)
         return returned[0], [returned[1:count]], [returned[count:]]
-
-    def uses_impl(self, direction: Literal["forward", "backward"]) -> bool:
-        """See :class:`FusibleOperation`."""
-        return not _overrides(self, BasicOperation, f"fuser_{direction}", f"op_{direction}")
 
     def _called_forward(self, ctxs: Contexts, x: Tensor, extra: ExtraTensors) -> FusedOutputs:
         if self.num_extra_inputs or self.num_extra_outputs:

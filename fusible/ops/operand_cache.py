@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -40,7 +40,6 @@ def counting_steps() -> Iterator[None]:
         handle.remove()
 
 
-_T = TypeVar("_T")
 _Reference = ref[Tensor] | nn.Parameter | int
 
 
@@ -68,27 +67,17 @@ class OperandCache:
 
     def get(
         self,
-        weights: Sequence[Tensor],
-        key: Hashable,
-        make: Callable[[], Any],
-        products: Iterable[str] = (),
-    ) -> Any:
-        """The cached result of ``make`` for ``weights`` and this ``key``.
-
-        An entry is for the ``products`` that it was made for; one for more products replaces it.
-        """
-        return self.get_stored(stored_tensors(weights), key, make, products)
-
-    def get_stored(
-        self,
         stored: tuple[Tensor, ...],
         key: Hashable,
         make: Callable[[], Any],
-        products: Iterable[str] = (),
+        products: Iterable[str],
     ) -> Any:
-        """`get` of weights and what they consist of: `stored_tensors`."""
+        """The cached result of ``make`` for the `stored_tensors` of weights and this ``key``.
+
+        An entry is for the ``products`` that it was made for; one for more products replaces it.
+        """
         entry = self._cached
-        same = _same(entry.stored, stored)
+        same = len(entry.stored) == len(stored) and all(map(_refers, entry.stored, stored))
         versions: tuple[Any, ...] = ()
         if self.until_updated:
             if not same and any([t.is_inference() or not t.is_leaf for t in stored]):
@@ -104,7 +93,11 @@ class OperandCache:
         if not same or entry.versions != versions:
             # The old operands are freed before new ones are made.
             entry = self._cached = _Entry(tuple(map(_reference, stored)), versions, {})
-        key = key, stored[0].dtype, *_stream(stored[0].device)
+        # Operands can be read without waiting on the stream on which they are made.
+        device = stored[0].device
+        cuda = device.type == "cuda"
+        stream = torch._C._cuda_getCurrentRawStream(device.index) if cuda else 0
+        key = key, stored[0].dtype, device, stream
         uses = frozenset(products)
         cached = entry.operands.get(key)
         if cached is None or not uses <= cached[0]:
@@ -133,18 +126,10 @@ def _reference(t: Tensor) -> _Reference:
     return t if isinstance(t, nn.Parameter) else ref(t)
 
 
-def _same(known: Sequence[_Reference], tensors: Sequence[Tensor]) -> bool:
-    if len(known) != len(tensors):
-        return False
-    held = [of() if isinstance(of, ref) else of for of in known]
-    pairs = zip(held, tensors, strict=True)
-    return all([of == id(t) if isinstance(of, int) else of is t for of, t in pairs])
-
-
-def _stream(device: torch.device) -> tuple[torch.device, int]:
-    """The device and stream on which operands are made, and can be read without waiting."""
-    cuda = device.type == "cuda"
-    return device, torch._C._cuda_getCurrentRawStream(device.index) if cuda else 0
+def _refers(reference: _Reference, t: Tensor) -> bool:
+    if isinstance(reference, int):
+        return reference == id(t)
+    return (reference() if isinstance(reference, ref) else reference) is t
 
 
 _copies = WeakIdKeyDictionary()  # of stored weights, by the first tensor of the first one
@@ -153,9 +138,9 @@ _copies = WeakIdKeyDictionary()  # of stored weights, by the first tensor of the
 def cached_copy(
     weights: Sequence[QuantizedTensor],
     key: Hashable,
-    make: Callable[[], _T],
-    products: Iterable[str] = (),
-) -> _T:
+    make: Callable[[], Any],
+    products: Iterable[str],
+) -> Any:
     """What ``make`` makes of stored weights, once for their values; freed with their memory.
 
     See `OperandCache.get`. The result must not hold the tensors that the weights consist of.
@@ -170,4 +155,4 @@ def cached_copy(
     cache = _copies.get(anchor)
     if cache is None:
         cache = _copies[anchor] = OperandCache(until_updated=True)
-    return cache.get_stored(stored, key, make, products)
+    return cache.get(stored, key, make, products)

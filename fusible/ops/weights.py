@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,16 +22,17 @@ from fusible.fuser.plan import GradNeeds
 from fusible.kernels.stacking import stacked
 from fusible.ops import buffers
 from fusible.ops.casting import CastingOp
-from fusible.ops.grouped_kernels import GroupedKernels, GroupedOperand, LinearCall
+from fusible.ops.grouped_kernels import GroupedKernels, GroupedOperand, LinearCall, SavedLinear
 from fusible.ops.matrices import restore_leading_dims
 from fusible.ops.op import FusibleOperation, Grads
-from fusible.ops.operand_cache import OperandCache, counting_steps
+from fusible.ops.operand_cache import OperandCache, counting_steps, stored_tensors
 from fusible.ops.wgrad import (
     DelayedWgrad,
     WeightGradient,
     accumulate,
     dummy_wgrad,
     main_grads,
+    versions_of,
 )
 from fusible.recipes.formats import NumberFormat
 from fusible.recipes.grouped import GroupedQuantizer
@@ -51,20 +52,6 @@ from fusible.recipes.sharding import is_sharded, local, shard
 from fusible.recipes.tensor import QuantizedTensor
 from fusible.recipes.wrapper import attributes_of
 
-
-class SavedLinear(NamedTuple):
-    """The saved tensors of a linear, as its backward reads them."""
-
-    call: LinearCall
-    """The call of the backward."""
-    x: Any
-    """The input, as the weight gradient reads it; None where it was not saved."""
-    row_scale: Tensor | None
-    """The factor of the bias of each row, ``[rows]``."""
-    weights: Any
-    """The weights in the form that the data gradient reads."""
-
-
 WeightQuantizer = Callable[[list[Tensor], Recipe, torch.dtype, Sequence[ProductKind]], Any]
 """From weights, a recipe, the dtype of the products and those that will be taken."""
 
@@ -81,6 +68,7 @@ class WeightedOperation(CastingOp):
     buffer_keywords = buffers.NAMES
     handles_autocast = True
     num_weights = 1
+    has_bias = False
     num_groups: int | None = None
     """Groups of rows that are quantized apart, if any."""
     kernels_type = GroupedKernels
@@ -254,8 +242,10 @@ class WeightedOperation(CastingOp):
             into = main_grads(weights, type(self).__name__, ctx.backward)
         if self.delay_wgrad_compute:
             self._drop_failed()
-            held = self._held_weights()
-            self._delayed.append(DelayedWgrad.of(gradient, weights, held, into, ctx.backward))
+            held = [w is h for w, h in zip(weights, self._held_weights(), strict=True)]
+            versions = versions_of(gradient.reads)
+            delayed = DelayedWgrad(gradient, versions, weights, held, into, ctx.backward)
+            self._delayed.append(delayed)
         else:
             assert into is not None
             into.accumulate(gradient)
@@ -293,10 +283,9 @@ class WeightedOperation(CastingOp):
             )
         return used  # type: ignore[return-value]
 
-    def as_weight_grads(self, gradient: Tensor | None) -> Grads:
-        """A gradient of all weights as one tensor, as the parameters are."""
-        assert gradient is not None
-        return (gradient,)
+    def as_weight_grads(self, gradient: Tensor) -> Grads:
+        """A gradient of all weights as one tensor, ``[..., out, in]``, as the parameters are."""
+        return (gradient.view(gradient.shape[-2:]),)
 
     @property
     def keeps_grads(self) -> bool:
@@ -460,7 +449,10 @@ class WeightedOperation(CastingOp):
         return self._quantizer("input", "forward", "wgrad" if wgrad else "forward")
 
     def get_grad_output_quantizer(self) -> Quantizer | None:
-        """Row-wise for the data gradient, column-wise if the weight will need its gradient."""
+        """Row-wise for the data gradient, column-wise if the weight will need its gradient.
+
+        With a bias of groups this op itself quantizes, since the bias' gradient sums values.
+        """
         wgrad = self._requires_grad()
         return self._quantizer("grad", "dgrad", "wgrad" if wgrad else "dgrad")
 
@@ -480,6 +472,7 @@ class WeightedOperation(CastingOp):
             self.num_groups,
             rowwise=own.rowwise_usage,
             columnwise=own.columnwise_usage,
+            by_receiver=role == "grad" and self.has_bias,
         )
 
     def weight_operands(
@@ -508,7 +501,8 @@ class WeightedOperation(CastingOp):
             quantize = quantize or partial(quantize_weights, as_values=("forward",))
             return quantize(weights, recipe, dtype, products)
         make = partial(quantize or quantize_weights, weights, recipe, dtype, products)
-        return self._operand_cache.get(weights, (recipe, dtype, make.func), make, products)
+        key = recipe, dtype, make.func
+        return self._operand_cache.get(stored_tensors(weights), key, make, products)
 
     def recipe_notes(self, recipe: Recipe) -> tuple[str, ...]:
         """The formats of the products' operands."""

@@ -27,25 +27,27 @@ class WeightGradient(NamedTuple):
     in any layout. ``reads`` is all that it reads.
     """
 
-    compute: Callable[[Sequence[Tensor] | None, bool], Tensor | None]
+    compute: Callable[[Sequence[Tensor] | None, bool], Any]
     reads: tuple[Tensor, ...]
 
 
 class MainGrads(NamedTuple):
     """The buffers of a framework that some weights' gradients go to, and which are overwritten."""
 
-    weights: tuple[Tensor, ...]
-    buffers: tuple[Tensor, ...]
-    overwrite: tuple[bool, ...]
+    weights: Sequence[Tensor]
+    buffers: Sequence[Tensor | None]
+    """None for a weight that the backward has found frozen."""
+    overwrite: Sequence[bool]
 
     def accumulate(self, gradient: WeightGradient) -> None:
         """Write or add the gradient, each buffer by its own flag; not of weights frozen by now."""
-        trained = [weight.requires_grad for weight in self.weights]
-        if not any(trained):
+        pairs = zip(self.weights, self.buffers, strict=True)
+        trained = [buffer if weight.requires_grad else None for weight, buffer in pairs]
+        first = next((buffer for buffer in trained if buffer is not None), None)
+        if first is None:
             return
-        pairs = zip(self.buffers, trained, strict=True)
-        buffers = [b if own else torch.zeros_like(b) for b, own in pairs]
-        first, dtypes = buffers[0], {b.dtype for b in buffers}
+        buffers = [torch.zeros_like(first) if b is None else b for b in trained]
+        dtypes = {buffer.dtype for buffer in buffers}
         if len(dtypes) > 1:
             # One product in the widest dtype, which is then rounded once for each buffer.
             widest = reduce(torch.promote_types, dtypes)
@@ -137,18 +139,8 @@ def main_grads(
             other than FP32, BF16 and the weight's own, or one that no view gives the weight's
             shape.
     """
-    buffers: list[Tensor] = []
-    held = [getattr(weight, "main_grad", None) for weight in weights if weight.requires_grad]
-    dtype = held[0].dtype if held and isinstance(held[0], Tensor) else None
-    for weight in weights:
-        if not weight.requires_grad:  # while others do
-            buffers.append(torch.empty_like(weight, dtype=dtype))
-            continue
-        if hasattr(weight, "__fsdp_param__"):
-            weight.main_grad = weight.get_main_grad()  # type: ignore[attr-defined]
-        buffers.append(_checked(getattr(weight, "main_grad", None), weight, op_name))
-    overwrite = tuple([_overwrites(weight, backward) for weight in weights])
-    return MainGrads(tuple(weights), tuple(buffers), overwrite)
+    buffers = [_main_grad(weight, op_name) if weight.requires_grad else None for weight in weights]
+    return MainGrads(weights, buffers, [_overwrites(weight, backward) for weight in weights])
 
 
 def _overwrites(weight: Tensor, backward: Backward | None) -> bool:
@@ -161,30 +153,25 @@ def _overwrites(weight: Tensor, backward: Backward | None) -> bool:
     return is_first
 
 
-def _checked(main_grad: Any, weight: Tensor, op_name: str) -> Tensor:
-    """``main_grad`` in the weight's shape."""
+def _main_grad(weight: Tensor, op_name: str) -> Tensor:
+    """The ``main_grad`` of a weight, checked, in its shape."""
+    if hasattr(weight, "__fsdp_param__"):
+        weight.main_grad = weight.get_main_grad()  # type: ignore[attr-defined]
+    main_grad: Any = getattr(weight, "main_grad", None)
     shape, own = weight.shape, weight.dtype
     if not isinstance(main_grad, Tensor):
         got = (
             f"{'none' if main_grad is None else repr(main_grad)}; set weight.main_grad, or give "
             "gradients to autograd under fully_shard, which reduces those alone"
         )
-    elif (
-        main_grad.numel() != shape.numel()
-        or main_grad.dtype not in (torch.float32, torch.bfloat16, own)
-        or main_grad.device != weight.device
-    ):
-        got = described(main_grad)
     else:
-        buffer = main_grad.detach()
-        if buffer.shape == shape:
-            return buffer
-        with suppress(RuntimeError):
-            return buffer.view(shape)
-        got = (
-            f"shape {tuple(buffer.shape)} with strides {buffer.stride()}, which no view gives that "
-            "shape"
-        )
+        got = f"{described(main_grad)} with strides {main_grad.stride()}"
+        same = main_grad.numel() == shape.numel() and main_grad.device == weight.device
+        if same and main_grad.dtype in (torch.float32, torch.bfloat16, own):
+            buffer = main_grad.detach()
+            with suppress(RuntimeError):
+                return buffer if buffer.shape == shape else buffer.view(shape)
+            got += ", which no view gives that shape"
     raise ValueError(
         f"main_grad of every weight of {op_name} must be a tensor of shape {tuple(shape)} in FP32, "
         f"BF16 or its own {own} on {weight.device}, since accumulate_into_main_grad=True, got {got}"
@@ -212,29 +199,15 @@ class DelayedWgrad(NamedTuple):
     """A weight gradient that waits for ``backward_dw()``, and where it is to go."""
 
     gradient: WeightGradient
-    weights: tuple[Tensor, ...]
+    versions: Sequence[int | None]
+    """The `versions_of` the tensors that it reads, in the backward."""
+    weights: Sequence[Tensor]
     """The weights that the forward used."""
-    held: tuple[bool, ...]
+    held: Sequence[bool]
     """For each, whether the module held it in the backward."""
     into: MainGrads | None
-    versions: tuple[int | None, ...]
-    """The versions of the tensors that it reads."""
     backward: Backward | None
     """The one that it is of; None if autograd runs none."""
-
-    @classmethod
-    def of(
-        cls,
-        gradient: WeightGradient,
-        weights: Sequence[Tensor],
-        held: Sequence[Tensor | None],
-        into: MainGrads | None,
-        backward: Backward | None,
-    ) -> DelayedWgrad:
-        """One of a backward that is running, while the module holds the weights ``held``."""
-        same = tuple([w is h for w, h in zip(weights, held, strict=True)])
-        versions = tuple(map(_version, gradient.reads))
-        return cls(gradient, tuple(weights), same, into, versions, backward)
 
     def targets(self, held: Sequence[Tensor | None]) -> list[Tensor]:
         """The weights; for one that the module held, its shard if it is sharded now.
@@ -246,19 +219,20 @@ class DelayedWgrad(NamedTuple):
 
     def check(self, op_name: str) -> None:
         """Raise RuntimeError if a tensor that it reads was written to since the backward."""
-        for t, version in zip(self.gradient.reads, self.versions, strict=True):
-            if _version(t) != version:
+        reads = self.gradient.reads
+        for t, version, now in zip(reads, self.versions, versions_of(reads), strict=True):
+            if now != version:
                 raise RuntimeError(
                     f"backward_dw() of {op_name} must find the input and the output's gradient as "
                     f"backward() left them, got {t.dtype} of shape {tuple(t.shape)}, modified by "
-                    f"an inplace operation since: version {_version(t)}, expected {version}; "
+                    f"an inplace operation since: version {now}, expected {version}; "
                     "call backward_dw() before the change, or change a copy"
                 )
 
 
-def _version(t: Tensor) -> int | None:
-    """The version of a tensor's values, or None where PyTorch counts none."""
-    return None if t.is_inference() else t._version
+def versions_of(tensors: Sequence[Tensor]) -> list[int | None]:
+    """The versions of the tensors' values, None where PyTorch counts none."""
+    return [None if t.is_inference() else t._version for t in tensors]
 
 
 def accumulate(weights: Sequence[Tensor], grads: Sequence[Any]) -> None:

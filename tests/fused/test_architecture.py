@@ -50,8 +50,9 @@ class Batched(GroupedKernels):
         preact = self.product(call, x, weights, None, None)
         return Activated(preact, act.value(preact, scales))
 
-    def dglu(self, call, act, dy, weights, preact, scales, **_):
-        d, dscales = act.grads(self.data_grad(call, dy, weights, None), preact, scales)
+    def dglu(self, first, second, act, dy, preact, scales, overwrite):
+        dy = self.data_grad(second.call, dy, second.weights, None)
+        d, dscales = act.grads(dy, preact, scales)
         return ActivationGrads(d, None, dscales, None)
 
 
