@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from fusible.fuser.backwards import Backward
 from fusible.fuser.context import OperationContext
-from fusible.fuser.error_notes import note_place
+from fusible.fuser.error_notes import note_failure
 from fusible.fuser.memory import AliasTracker, InputAliasTracker, check_grad_input, returned_grad
 from fusible.fuser.overlap import complete_output
 from fusible.fuser.saved_rows import active_pool, with_rows, without_rows
@@ -70,7 +70,7 @@ def run_forward(
             if step.is_users:
                 _check_returned(schedule, step, returned, own)
         except Exception as error:
-            _failed(error, schedule, step)
+            note_failure(error, schedule, step)
             raise
         if aliases is not None:
             if step.is_users:  # which may go on reading its arguments
@@ -81,37 +81,40 @@ def run_forward(
     return [x, *[produced[op][slot] for op, slot in schedule.wiring.public]], contexts
 
 
-def _failed(
-    error: Exception,
-    schedule: Schedule,
-    step: ScheduledStep,
-    contexts: Sequence[OperationContext] | None = None,
-) -> None:
-    """Note on an error where its op is (:func:`note_place`), and let all ops of the run know it."""
-    note_place(error, schedule, step, contexts)
-    if not torch.compiler.is_compiling():
-        for op in schedule.plan.basic_ops:
-            op.abandon()
-
-
 def run_formula(
     schedule: Schedule, formula: Callable[..., Tensor], operands: Sequence[Tensor]
 ) -> Tensor:
     """The output of the only op by its formula, which autograd differentiates."""
-    (step,) = schedule.forward
-    formula = outside_autocast(schedule.plan, step.op, formula)
-    if _is_profiled():
-        formula = record_function(f"{step.label} forward")(formula)
-    try:
+
+    def checked(*operands: Tensor) -> Tensor:
         output = formula(*operands)
         if not isinstance(output, Tensor):
             raise TypeError(
-                f"formula of {type(step.op).__name__} must return one tensor, got {kind_of(output)}"
+                f"formula of {type(schedule.forward[0].op).__name__} must return one tensor, got "
+                f"{kind_of(output)}"
             )
+        return output
+
+    return _call_only_op(schedule, checked, operands)
+
+
+def _call_only_op(
+    schedule: Schedule,
+    function: Callable[..., Any],
+    given: Sequence[Any],
+    contexts: Sequence[OperationContext] | None = None,
+) -> Any:
+    """What a function of the only op of the forward gives; ``contexts`` in its backward."""
+    (step,) = schedule.forward
+    function = outside_autocast(schedule.plan, step.op, function)
+    if _is_profiled():
+        name = f"{step.label} {'forward' if contexts is None else 'backward'}"
+        function = record_function(name)(function)
+    try:
+        return function(*given)
     except Exception as error:
-        note_place(error, schedule, step)
+        note_failure(error, schedule, step, contexts)
         raise
-    return output
 
 
 def _new_contexts(
@@ -164,13 +167,9 @@ def _check_returned(
     output, outputs = returned
     if not torch.compiler.is_compiling():
         waiting = schedule.diagnostics.expected
-        expected = waiting.pop(op, None)
-        if expected is not None:
-            try:
-                expected.check(op, output, contexts)
-            except BaseException:
-                waiting[op] = expected  # the next call is checked too
-                raise
+        if (expected := waiting.get(op)) is not None:
+            expected.check(op, output, contexts)  # else the next call is checked too
+            waiting.pop(op, None)
     if step.derived not in (None, output.dtype):
         raise RuntimeError(
             f"{type(op).__name__} must give {step.derived}, as it did when its plan was made, got "
@@ -191,14 +190,6 @@ def _check_returned(
                     f"({type(schedule.plan.basic_ops[i]).__name__}), which is needed outside it, "
                     "got None"
                 )
-
-
-def run_without_graph(
-    schedule: Schedule, operands: Sequence[Tensor], kwargs: Kwargs | None, tracing: bool
-) -> list[Tensor]:
-    """The outputs of a run that needs no gradients."""
-    outputs, _ = run_forward(schedule, operands, kwargs)
-    return outputs if tracing else _without_views(schedule, kwargs, outputs, operands)
 
 
 class RunFunction(torch.autograd.Function):
@@ -234,7 +225,7 @@ class RunFunction(torch.autograd.Function):
         if slots is None and schedule.accumulating:
             fctx.within = Backward.running()
         if slots is None:
-            outputs = _without_views(schedule, kwargs, outputs, tensors, saved)
+            outputs = without_views(schedule, kwargs, outputs, tensors, saved)
         outputs = _unaliased_outputs(outputs, tensors)
         if len(outputs) > 1:
             grad = schedule.plan.grad
@@ -318,7 +309,7 @@ def _run_backward(
             if step.is_users:
                 _check_grads(step, returned, own)
         except Exception as error:
-            _failed(error, schedule, step, own)
+            note_failure(error, schedule, step, own)
             raise
         if aliases is not None and (step.is_users or step.op.keeps_grads):
             aliases.retain(tree_leaves((grad, grad_extra, returned)))
@@ -500,7 +491,8 @@ class _FastPathFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(fctx: Any, schedule: Schedule, prepared: Any, *operands: Tensor) -> Tensor:
-        output, saved = _fast_path_forward(schedule, prepared, operands)
+        forward = schedule.fast_path.forward  # type: ignore[union-attr]
+        output, saved = _call_only_op(schedule, forward, (prepared, *operands))
         fctx.save_for_backward(*saved)
         fctx.schedule, fctx.held = schedule, hooks_hold_saved()
         if schedule.accumulating:
@@ -514,37 +506,16 @@ class _FastPathFunction(torch.autograd.Function):
         contexts = {i: OperationContext(schedule.plan.grad[i]) for i in schedule.accumulating}
         if contexts:
             _set_leaves(fctx, schedule, contexts)
-        backward = schedule.fast_path.backward
-        backward = outside_autocast(schedule.plan, schedule.forward[0].op, backward)
-        if _is_profiled():
-            backward = record_function(f"{schedule.forward[0].label} backward")(backward)
-        saved = fctx.saved_tensors
-        try:
-            return None, None, *backward(saved, grad_output, fctx.held, contexts)
-        except Exception as error:
-            note_place(error, schedule, schedule.forward[0], ())
-            raise
-
-
-def _fast_path_forward(
-    schedule: Schedule, prepared: Any, operands: Sequence[Tensor]
-) -> tuple[Tensor, Sequence[Tensor | None]]:
-    forward = schedule.fast_path.forward  # type: ignore[union-attr]
-    forward = outside_autocast(schedule.plan, schedule.forward[0].op, forward)
-    if _is_profiled():
-        forward = record_function(f"{schedule.forward[0].label} forward")(forward)
-    try:
-        return forward(prepared, *operands)
-    except Exception as error:
-        note_place(error, schedule, schedule.forward[0])
-        raise
+        given = fctx.saved_tensors, grad_output, fctx.held, contexts
+        return None, None, *_call_only_op(schedule, schedule.fast_path.backward, given, ())
 
 
 def run_fast_path(schedule: Schedule, prepared: Any, operands: Sequence[Tensor]) -> Tensor:
     """The output of a run by its :class:`FastPath`, ``prepared`` for these operands."""
     if schedule.plan.grad[-1].requires_grad:
         return _FastPathFunction.apply(schedule, prepared, *operands)
-    return _fast_path_forward(schedule, prepared, operands)[0]
+    forward = schedule.fast_path.forward  # type: ignore[union-attr]
+    return _call_only_op(schedule, forward, (prepared, *operands))[0]
 
 
 def deduplicated(tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
@@ -593,7 +564,7 @@ def _unaliased_outputs(outputs: list[Tensor], inputs: Sequence[Tensor]) -> list[
     return distinct
 
 
-def _without_views(
+def without_views(
     schedule: Schedule,
     kwargs: Kwargs | None,
     outputs: list[Tensor],

@@ -24,7 +24,8 @@ from fusible.fuser.node import (
     deduplicated,
     run_fast_path,
     run_formula,
-    run_without_graph,
+    run_forward,
+    without_views,
 )
 from fusible.fuser.op_facts import facts_of_ops, features_read, gradient_needs
 from fusible.fuser.own_recipes import recipe_of_ops
@@ -165,7 +166,8 @@ class Run:
         if schedule.is_formula:
             return run_formula(schedule, self.ops[0].formula_of(len(params[0])), operands)
         if not schedule.plan.grad[-1].requires_grad:
-            outputs = tuple(run_without_graph(schedule, operands, kwargs, tracing))
+            made, _ = run_forward(schedule, operands, kwargs)
+            outputs = tuple(made if tracing else without_views(schedule, kwargs, made, operands))
         elif tracing:
             tensors, slots = deduplicated(operands)
             outputs = RunFunction.apply(schedule, slots, kwargs, *tensors)

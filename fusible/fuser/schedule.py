@@ -128,7 +128,9 @@ def _described(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> s
 
 
 class Diagnostics:
-    """Data for finding and describing errors of a schedule's ops; unused in compiled code.
+    """Data for finding and describing errors of a schedule's ops.
+
+    A class of its own, since compiled code reads the fields of a tuple, weak references too.
 
     Attributes:
         root: a weak reference to the outermost module in whose call the schedule was made.
@@ -180,12 +182,12 @@ def schedule_steps(
     for op, start, stop in spans:
         needs = plan.grad[start:stop]
         uses_impl = op.uses_impl(direction)
-        if direction == "forward":
-            run = op.forward_impl if op.is_fused_op else op.run_forward
-            run = run if uses_impl else partial(call_fuser_forward, op)
+        if uses_impl:
+            own = f"{direction}_impl" if op.is_fused_op else f"run_{direction}"
+            run: Callable[..., Any] = getattr(op, own)
         else:
-            run = op.backward_impl if op.is_fused_op else op.run_backward
-            run = run if uses_impl else partial(call_fuser_backward, op)
+            call = call_fuser_forward if direction == "forward" else call_fuser_backward
+            run = partial(call, op)
         scheduled.append(
             ScheduledStep(
                 op,
