@@ -105,7 +105,6 @@ class InputAliasTracker(AliasTracker):
         super().__init__(caller_inputs)
         self._ops, self._wiring = ops, wiring
         self._contexts, self._caller_inputs = contexts, caller_inputs
-        self._written: list[tuple[int, Tensor]] = []
 
     def mark_writable_inputs(
         self, x: Tensor, inputs: Sequence[Tensors], produced: Sequence[Tensors], start: int
@@ -116,7 +115,6 @@ class InputAliasTracker(AliasTracker):
             RuntimeError: a tensor of the caller is to be written to inside a backward, where
                 checkpointing repeats a forward.
         """
-        self._written = []
         for i, of_op in enumerate(inputs, start):
             if self._ops[i].writes_extra_inputs:
                 self._contexts[i].writable_extra = frozenset(
@@ -135,6 +133,8 @@ class InputAliasTracker(AliasTracker):
         if producer != CALLER:
             is_unshared = self.unshared([t, x], readers)[0]
             return is_unshared and not any(overlapping(t, (), self._ops))
+        if self._contexts[i].requires_grad:  # a fused op may save its input
+            readers.append(x)
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
                 f"{type(self._ops[i]).__name__} must have in_place=False inside "
@@ -144,19 +144,7 @@ class InputAliasTracker(AliasTracker):
         of = t._base if t._is_view() else t
         is_leaf = of is not None and of.is_leaf and self._contexts[i].needs.extra_inputs[slot]
         reads = [("another reader", other) for other in readers]
-        if is_leaf or repeats_elements(t) or any(overlapping(t, reads, self._ops)):
-            return False
-        self._written.append((i, t))
-        return True
-
-    def check_saved(self, stop: int) -> None:
-        """Raise ValueError if ops[:stop] saved a tensor of the caller that was written to."""
-        for i, t in self._written:
-            if any(saved is not None and overlap(t, saved) for saved in self._saved(stop)):
-                raise ValueError(
-                    f"{named(self._ops, i)} must not write to a tensor that it saves for its "
-                    "backward, got in_place=True and such an extra input; make it False"
-                )
+        return not (is_leaf or repeats_elements(t) or any(overlapping(t, reads, self._ops)))
 
     def _readers(
         self, produced: Sequence[Tensors], start: int, target: Output

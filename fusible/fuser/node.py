@@ -72,10 +72,8 @@ def run_forward(
         except Exception as error:
             note_failure(error, schedule, step)
             raise
-        if aliases is not None:
-            if step.is_users:  # which may go on reading its arguments
-                aliases.retain(tree_leaves((x, inputs, returned)))
-            aliases.check_saved(step.stop)
+        if aliases is not None and step.is_users:  # which may go on reading its arguments
+            aliases.retain(tree_leaves((x, inputs, returned)))
         x, outputs = returned
         produced.extend(outputs)
     return [x, *[produced[op][slot] for op, slot in schedule.wiring.public]], contexts

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusible.fuser.memory import overlapping
-from fusible.fuser.wiring import CALLER, Output, Wiring, WrittenInput
+from fusible.fuser.wiring import CALLER, Output, Wiring
 
 
 class Part(NamedTuple):
@@ -43,8 +43,8 @@ class Partition(NamedTuple):
     parts: tuple[Part, ...]
     ops: tuple[Any, ...]
     wiring: Wiring
-    written: tuple[WrittenInput, ...]
-    """The caller's tensors that ops write to."""
+    written: tuple[Output, ...]
+    """The ops that write to extra inputs of the caller, by index, with the number of that."""
     single_run: Callable[..., Any] | None
     """The run of ops that is all there is, if so."""
 
@@ -79,7 +79,13 @@ def partitioned(
         places.update({output: k for k, output in enumerate(outputs or (), len(places))})
         start = stop
     single_run = parts[0].call if len(parts) == 1 and parts[0].why is None else None
-    return Partition(tuple(parts), ops, wiring, wiring.written_inputs(ops), single_run)
+    written = [
+        (i, k)
+        for i, of_op in enumerate(wiring.sources)
+        for producer, k in of_op
+        if producer == CALLER and ops[i].writes_extra_inputs
+    ]
+    return Partition(tuple(parts), ops, wiring, tuple(written), single_run)
 
 
 def run_parts(
@@ -101,11 +107,13 @@ def run_parts(
     given: list[Any] = []
     for part in partition.parts:
         taken = [held[place] for place in part.inputs]
-        read: tuple[int, ...] = ()
-        if partition.written and not torch.compiler.is_compiling():
-            read = _read_elsewhere(part, inputs, held, partition.written, modules)
-        for n in (*part.inputs_to_copy, *read):
+        for n in part.inputs_to_copy:
             taken[n] = taken[n].clone()
+        for i, k in () if torch.compiler.is_compiling() else partition.written:
+            if part.ops.start <= i < part.ops.stop and isinstance(held[k], Tensor):
+                others = [("another reader", t) for n, t in enumerate(held) if n != k]
+                if any(overlapping(held[k], others, modules)):
+                    taken[part.inputs.index(k)] = held[k].clone()
         x = call(part, x, taken)
         if part.num_outputs:
             x, *outputs = x
@@ -115,21 +123,3 @@ def run_parts(
             x, *outputs = x
             given.extend(outputs)
     return (x, *given) if given else x
-
-
-def _read_elsewhere(
-    part: Part,
-    inputs: Sequence[Any],
-    held: Sequence[Any],
-    written: Sequence[WrittenInput],
-    modules: Sequence[Any],
-) -> tuple[int, ...]:
-    """The extra inputs that a part writes to while later ops, or the caller, read them."""
-    found = []
-    for i, k, readers in written:
-        t = inputs[1 + k]
-        if part.ops.start <= i < part.ops.stop and isinstance(t, Tensor):
-            others = [*[inputs[1 + n] for n in readers], *held[len(inputs) - 1 :]]
-            if any(overlapping(t, [("another reader", other) for other in others], modules)):
-                found.append(part.inputs.index(k))
-    return tuple(found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from fusible.names import did_you_mean
 
@@ -76,22 +76,6 @@ class Wiring:
         wiring = Wiring(tuple(sources), tuple(names), public, consumers, tuple(copied))
         return wiring, inputs, outputs
 
-    def written_inputs(self, ops: Sequence[Any]) -> tuple[WrittenInput, ...]:
-        """The caller's extra inputs that ops write to."""
-        given = [
-            (i, k)
-            for i, of_op in enumerate(self.sources)
-            for producer, k in of_op
-            if producer == CALLER
-        ]
-        return tuple(
-            WrittenInput(
-                i, k, tuple(n for other, (j, n) in enumerate(given) if j >= i and other != at)
-            )
-            for at, (i, k) in enumerate(given)
-            if ops[i].writes_extra_inputs
-        )
-
     def check_number(self, ops: Sequence[Any], number: int) -> None:
         """Raise ValueError unless ``number`` extra inputs are what the ops need."""
         if number != len(self.names):
@@ -104,17 +88,6 @@ class Wiring:
             raise ValueError(
                 f"extra inputs must number {len(self.names)} ({wanted or 'none'}), got {number}"
             )
-
-
-class WrittenInput(NamedTuple):
-    """The caller's extra input ``number``, which the op at index ``op`` writes to.
-
-    ``readers`` are the numbers of those that this op and later ones read as well.
-    """
-
-    op: int
-    number: int
-    readers: tuple[int, ...]
 
 
 def wire(ops: Sequence[Any], *, alone: bool = False) -> Wiring:
