@@ -18,23 +18,15 @@ class Part(NamedTuple):
     Its caller holds the extra inputs of the whole, then the extra outputs of each part, in order.
     """
 
-    call: Any
-    """A run of the ops, or a module."""
+    call: Any  # a run of the ops, or a module
     ops: slice
-    inputs: tuple[int, ...]
-    """The places of its extra inputs among the tensors held."""
-    inputs_to_copy: tuple[int, ...]
-    """Indices in ``inputs`` to copy first: the part may write to them."""
-    num_outputs: int | None
-    """The number of its extra outputs; None for any number, all for the caller."""
-    public: tuple[int, ...]
-    """The extra outputs that the caller gets."""
-    why: str | None = None
-    """Why a module is called."""
-    nested: bool = False
-    """Whether it is a Sequential that is called."""
-    partition: Partition | None = None
-    """The partition of a nested Sequential whose ops are wired to others outside of it."""
+    inputs: tuple[int, ...]  # the places of its extra inputs among the tensors held
+    inputs_to_copy: tuple[int, ...]  # indices in `inputs` to copy first: the part may write to them
+    num_outputs: int | None  # of extra outputs; None for any number, all for the caller
+    public: tuple[int, ...]  # the extra outputs that the caller gets
+    why: str | None = None  # why a module is called
+    nested: bool = False  # whether it is a Sequential that is called
+    partition: Partition | None = None  # of a nested Sequential whose ops are wired to others
 
 
 class Partition(NamedTuple):
@@ -43,10 +35,8 @@ class Partition(NamedTuple):
     parts: tuple[Part, ...]
     ops: tuple[Any, ...]
     wiring: Wiring
-    written: tuple[Output, ...]
-    """The ops that write to extra inputs of the caller, by index, with the number of that."""
-    single_run: Callable[..., Any] | None
-    """The run of ops that is all there is, if so."""
+    written: tuple[Output, ...]  # ops that write to extra inputs of the caller, with their numbers
+    single_run: Callable[..., Any] | None  # the run of ops that is all there is, if so
 
 
 def partitioned(
@@ -96,12 +86,8 @@ def run_parts(
 ) -> Any:
     """The output of the last part, with the extra outputs that the caller gets if there are any.
 
-    Args:
-        partition: the parts, in order.
-        inputs: of the caller.
-        call: gives what a part returns for its input and its extra inputs.
-        modules: whose parameters and buffers may overlap the inputs. An op that writes to an
-            extra input gets a copy where something else reads that.
+    ``call`` gives what a part returns for its input and its extra inputs. An op that writes to one
+    gets a copy where something else reads that, be it a parameter of ``modules``.
     """
     x, held = inputs[0], list(inputs[1:])  # torch 2.11 takes those of x, *held for a tuple
     given: list[Any] = []
