@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from types import TracebackType
 from typing import NamedTuple
 
 import torch
@@ -74,12 +73,7 @@ class SavedRowsPool:
         _active.pool, self._is_entered = self, True
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         _active.pool, self._is_entered = None, False
 
     def peak_bytes(self) -> int:
@@ -111,8 +105,7 @@ class SavedRowsPool:
                 f"{saved.step} in step {self._step}; enter the pool once around all forwards of a "
                 "step"
             )
-        memory, given = self._memory, (saved.copy, _COPIES, saved.shape, saved.dtype)
-        return restore(memory, saved.ends, *given)
+        return restore(self._memory, saved.ends, saved.copy, _COPIES, saved.shape, saved.dtype)
 
 
 class SavedRows(NamedTuple):
