@@ -11,7 +11,7 @@ import torch
 
 from fusible.arguments import check_bools
 from fusible.fuser.conditions import UNKNOWN
-from fusible.fuser.plan import FusionFunction, UserFusions, check_cover, check_facts, cover
+from fusible.fuser.plan import UserFusions, check_cover, check_facts, cover
 from fusible.fuser.rules import Phase, Rule
 from fusible.names import did_you_mean
 from fusible.recipes.recipe import Recipe
@@ -25,7 +25,7 @@ class Registry:
 
     def __init__(self) -> None:
         self.rules: tuple[Rule, ...] = ()
-        self.functions: tuple[FusionFunction, ...] = ()
+        self.functions: tuple[Rule, ...] = ()
         self.version = 0
         self.has_users = False
         """Whether a rule or a function is a user's."""
@@ -35,7 +35,7 @@ class Registry:
         self.rules = tuple(rules)
         self.changed()
 
-    def rule(self, name: str) -> Any:
+    def rule(self, name: str) -> Rule:
         """The rule or the user's function of that name; ValueError names those there are."""
         return _named(name, [*self.rules, *self.functions])
 
@@ -53,7 +53,7 @@ class Registry:
             current = list(start)
             for user in [user for user in self.functions if user.phase == phase]:
                 name = user.name
-                returned = user.function(current, recipe=recipe)
+                returned = user.build(current, recipe=recipe)
                 current = list(returned) if isinstance(returned, Iterable) else [returned]
                 if not all(hasattr(op, "basic_ops") for op in current):
                     raise TypeError(f"the fusion {name} must return ops, got {returned!r:.200}")
@@ -76,7 +76,7 @@ class Registry:
         return UserFusions(joint, forward, backward)
 
 
-def _named(name: str, among: Iterable[Any]) -> Any:
+def _named(name: str, among: Iterable[Rule]) -> Rule:
     """The rule, variant or function of that name; ValueError names those there are."""
     by_name = {known.name: known for rule in among for known in (rule, *rule.variants)}
     if name in by_name:
@@ -88,7 +88,6 @@ def _named(name: str, among: Iterable[Any]) -> Any:
 
 
 def _names(rule: Rule) -> tuple[str, ...]:
-    """The name of a rule and those of its variants."""
     return (rule.name, *[variant.name for variant in rule.variants])
 
 
@@ -128,7 +127,6 @@ def check_names(rule: Rule) -> None:
 
 
 def _recipe_names(kind: type[Recipe]) -> Iterator[str]:
-    """The names of a class of recipes and of all those derived from it."""
     yield str(kind.name)
     for derived in kind.__subclasses__():
         yield from _recipe_names(derived)
@@ -192,7 +190,7 @@ def unregister_rule(rule: Rule | Callable[..., Any] | str) -> None:
     Raises:
         ValueError: there is none of that name.
     """
-    found = [known for known in registry.functions if known.function == rule]
+    found = [known for known in registry.functions if known.build == rule]
     if not found:
         name = str(getattr(rule, "name", rule))
         registry.rule(name)
@@ -213,7 +211,9 @@ def _register(phase: Phase, function: Callable[..., Any], prepend: bool) -> None
             f"a fusion must be a function func(ops, *, recipe) -> ops, got {function!r}"
         )
     check_bools("a fusion", prepend=prepend)
-    added, known = FusionFunction(phase, function), registry.functions
+    of = getattr(function, "func", function)  # of functools.partial
+    name = getattr(of, "__name__", type(of).__name__)
+    added, known = Rule(name, phase, (), (), function, ""), registry.functions
     if added not in known:
         registry.functions = (added, *known) if prepend else (*known, added)
         registry.changed()
