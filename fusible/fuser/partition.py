@@ -95,8 +95,9 @@ def run_parts(
         taken = [held[place] for place in part.inputs]
         for n in part.inputs_to_copy:
             taken[n] = taken[n].clone()
-        for i, k in () if torch.compiler.is_compiling() else partition.written:
-            if part.ops.start <= i < part.ops.stop and isinstance(held[k], Tensor):
+        for i, k in partition.written:
+            is_written = part.ops.start <= i < part.ops.stop and isinstance(held[k], Tensor)
+            if is_written and not torch.compiler.is_compiling():
                 others = [("another reader", t) for n, t in enumerate(held) if n != k]
                 if any(overlapping(held[k], others, modules)):
                     taken[part.inputs.index(k)] = held[k].clone()
