@@ -25,15 +25,6 @@ class SavedRowsPool:
     memory of those in use, and the copies take time. Nothing synchronises with the host. Outputs
     and gradients have the same bits as without a pool.
 
-    ::
-
-        pool = fusible.SavedRowsPool(2 << 30)
-        for tokens in batches:  # or in a captured CUDA graph
-            with pool:
-                loss = model(tokens)
-            loss.backward()
-        assert not pool.overflowed()  # synchronises
-
     ``with pool:`` begins a step. All forwards of a step are inside, and their backwards run before
     the pool is entered again; a later backward raises RuntimeError. Rows that do not fit are
     restored as NaN, so that gradients are NaN; `overflowed` tells, and `peak_bytes` is the size
