@@ -281,23 +281,22 @@ class _Matcher:
         at, end = 0, len(self._ops)
         while at < end:
             free = next((i for i in range(at, end) if i in blocked), end)
-            fusion = self._first_match(at, free, rules)
+            fusion = self._first_match(self._ops[:free], at, rules)
             if fusion is not None:
                 yield fusion
             at = at + 1 if fusion is None else fusion.stop
 
-    def _first_match(self, at: int, stop: int, rules: Sequence[Rule]) -> Fusion | None:
-        """The fusion by the first rule that applies to ops[:stop] from ``at`` on."""
+    def _first_match(self, ops: Sequence[Any], at: int, rules: Sequence[Rule]) -> Fusion | None:
+        """The fusion by the first rule that applies to these ops from ``at`` on."""
         for rule in rules:
-            bound = rule.fit(self._ops[:stop], at)
+            bound = rule.fit(ops, at)
             if bound is None:
                 continue
             covered = tuple(op for op in bound.values() if op is not None)
             this = self.this(bound, at)
             for tried in rule.variants:
-                reasons = tried.why_not(bound, this)
-                if this.mixed:
-                    reasons = (f"its ops must run under one recipe, got {this.recipe}",)
+                mixed = f"its ops must run under one recipe, got {this.recipe}"
+                reasons = (mixed,) if this.mixed else tried.why_not(bound, this)
                 if not reasons:
                     build = _build_kernels if tried.phase == "kernels" else _build_op
                     return Fusion(at, at + len(covered), build(tried, bound, covered), tried.name)
