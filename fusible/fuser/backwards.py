@@ -18,8 +18,7 @@ class Backward:
     def __init__(self, callback: _EndCallback) -> None:
         self._ended = False
         self._callback = weakref.ref(callback)
-        self.overwritten: set[int] = set()
-        """The ids of the weights whose ``main_grad`` it has overwritten."""
+        self.overwritten: set[int] = set()  # ids of the weights whose `main_grad` it overwrote
 
     @staticmethod
     def running() -> Backward | None:

@@ -34,16 +34,15 @@ class OperationContext:
         dtype: that in which the op computes, where its forward has set it.
         autocast_dtype: the dtype of matrix products under ``torch.autocast``, None outside it.
         parameters: in the forward, the op's parameters in the order of their gradients: the very
-            tensors that autograd differentiates. Reading the module would evaluate a
-            parametrization once more.
+            tensors that autograd differentiates, which the module may compute anew.
         leaves: in the backward of an op that ``accumulates_grads``, the parameters that the forward
             used, None in the place of one that is computed; never while compiling.
-        collects_grads: in the backward of such an op, whether this one collects gradients of its
-            weights, which those with ``inputs=`` may leave out.
-        backward: in the backward of such an op, the one of autograd, or that in which activation
-            checkpointing ran the forward again; None while compiling.
+        collects_grads: there, whether this backward collects gradients of the op's weights, which
+            those with ``inputs=`` may leave out.
+        backward: there, the backward of autograd, or that in which activation checkpointing ran the
+            forward again; None while compiling.
         grouped_rows: in the forward, places of rows ``[M, F]`` among ``to_save`` of which the
-            backward reads none past the last group, that is those of ``row_ends``.
+            backward reads none past ``row_ends``.
         row_ends: in the forward, the end row of each group, int32 ``[E]``.
         saved_tensors: in the backward, what the forward saved.
         to_save: in the forward, what it has saved so far.
@@ -55,8 +54,7 @@ class OperationContext:
             to this op if this op's ``get_grad_output_quantizer`` is ``by_receiver``; None for not
             at all, and for all but the last op that a fused op covers.
         kwargs: in the forward, the keyword arguments for the op (``op_kwargs``).
-        grad_input_shape: of the first op that a user's op replaces, the shape of its input, which
-            the gradient must have; else None.
+        grad_input_shape: of the first op that a user's op replaces, the shape of its input.
         param_shapes: of a user's op, the shapes of its parameters; empty while compiling.
         unmarked_extra: slots of the extra inputs of a user's op that need gradients, where
             ``requires_grad`` of the tensors could not say so.
@@ -66,15 +64,13 @@ class OperationContext:
             where a fused op covers all that could read them.
         reads_ahead: in the forward, whether the launch ahead of the op's own writes nothing that
             it may read early: parameters and group ends of a linear, the row map of ``Combine``.
-            A fused op knows what it has launched.
         memo: in the forward, values that the ops of this one call share, by what they derive from.
         writable_extra: slots of the extra tensors that the op may write to: in the forward of its
             extra inputs, in the backward of the gradients of its extra outputs. Known where an op
             of the run needs it (``writes_extra_inputs``, ``writes_grads``), never while compiling.
         writable_grad_output: whether its backward may write to ``grad_output``, in the same cases.
         deferred: in the forward, whether an op that ``communicates`` may leave its output to be
-            filled later (:func:`fusible.fuser.overlap.defer`); of a fused op, for the last op that
-            it covers.
+            filled later (:func:`fusible.fuser.overlap.defer`); of a fused op, in the last context.
     """
 
     requires_grad: bool
@@ -165,3 +161,24 @@ class OperationContext:
         if "forward" not in self.__dict__:
             raise AttributeError(f"the op's forward has set no {name!r} on its context")
         return getattr(self.forward, name)
+
+
+def call_fuser_forward(
+    op: Any, contexts: list[OperationContext], x: Tensor, extra_inputs: Sequence[Tensors]
+) -> Any:
+    """Call ``op.fuser_forward`` with quantizers and keyword arguments of the contexts."""
+    return op.fuser_forward(
+        contexts,
+        x,
+        basic_op_extra_inputs=extra_inputs,
+        prev_op_grad_output_quantizer=contexts[0].grad_quantizer,
+        next_op_input_quantizer=contexts[-1].next_quantizer,
+        basic_op_kwargs=[context.kwargs for context in contexts],
+    )
+
+
+def call_fuser_backward(
+    op: Any, contexts: list[OperationContext], grad_output: Tensor, grad_extra: Sequence[Tensors]
+) -> Any:
+    """Call ``op.fuser_backward``."""
+    return op.fuser_backward(contexts, grad_output, basic_op_grad_extra_outputs=grad_extra)

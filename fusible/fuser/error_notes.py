@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Sequence
-from types import FrameType
 from typing import Any
 
 import torch
@@ -17,55 +17,49 @@ from fusible.fuser.schedule import Schedule, ScheduledStep
 _NOTED = "raised in "
 
 
-def note_place(
+def note_failure(
     error: Exception,
     schedule: Schedule,
     step: ScheduledStep,
     contexts: Sequence[OperationContext] | None = None,
 ) -> None:
-    """Note on an error where the op of a step is in the model; once an error.
+    """Note on an error where the op of a step is in the model, once; all ops of the run abandon.
 
-    In a forward that is the outermost module whose call is running, in a backward the outermost one
-    of the call in which the schedule was made.
-
-    Args:
-        error: what the op raised.
-        schedule: that of the step.
-        step: of the forward or of the backward.
-        contexts: those of the op in its backward, None in its forward.
+    In a forward that is the outermost module whose call is running, in a backward, which has
+    ``contexts``, the outermost one of the call in which the schedule was made.
     """
     if torch.compiler.is_compiling():
         return
+    ops = schedule.plan.basic_ops
+    for op in ops:
+        op.abandon()
     if any(note.startswith(_NOTED) for note in getattr(error, "__notes__", ())):
         return
-    names = _names_in(outermost_call() if contexts is None else schedule.diagnostics.root())
-    parts = [schedule.plan.basic_ops[i] for i in (step.start, step.stop - 1)]
-    first, last = (names.get(part, type(part).__name__) for part in parts)
-    where = first if first == last else f"{first} to {last}"
-    what = "forward" if contexts is None else "backward"
-    if contexts is not None and step.is_users:
-        saved = [len(context.saved_tensors) for context in contexts]
-        what += f", for whose basic ops the forward saved {saved} tensors"
+    if contexts is None:
+        root, what = outermost_call(), "forward"
+    else:
+        root, what = schedule.diagnostics.root(), "backward"
+        if step.is_users:
+            saved = [len(context.saved_tensors) for context in contexts]
+            what += f", for whose basic ops the forward saved {saved} tensors"
+    where = _where(root, ops[step.start], ops[step.stop - 1])
     error.add_note(f"{_NOTED}{where} ({type(step.op).__name__}), {what}")
 
 
 def note_op(error: Exception, op: Any) -> None:
     """Note on an error where in the outermost module whose call is running an op is."""
-    names = _names_in(outermost_call())
-    error.add_note(f"{_NOTED}{names.get(op, type(op).__name__)} ({type(op).__name__})")
+    error.add_note(f"{_NOTED}{_where(outermost_call(), op, op)} ({type(op).__name__})")
 
 
-def _names_in(root: nn.Module | None) -> dict[Any, str]:
-    return {} if root is None else op_names(root)
+def _where(root: nn.Module | None, *ops: Any) -> str:
+    """The path in ``root`` of the first op, or those of the first and the last one."""
+    names = {} if root is None else op_names(root)
+    first, last = (names.get(op, type(op).__name__) for op in ops)
+    return first if first == last else f"{first} to {last}"
 
 
 def outermost_call() -> nn.Module | None:
     """The outermost module whose call is on this thread's stack."""
-    found: nn.Module | None = None
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_name == "_call_impl":
-            caller = frame.f_locals.get("self")
-            found = caller if isinstance(caller, nn.Module) else found
-        frame = frame.f_back
-    return found
+    stack = [frame for frame, _ in traceback.walk_stack(sys._getframe())]
+    calls = [f.f_locals.get("self") for f in stack if f.f_code.co_name == "_call_impl"]
+    return next((called for called in reversed(calls) if isinstance(called, nn.Module)), None)

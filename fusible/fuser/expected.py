@@ -11,10 +11,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
+from fusible.fuser.context import call_fuser_forward
 from fusible.fuser.fakes import restoring
 from fusible.fuser.node import run_forward
 from fusible.fuser.schedule import Expected, Kwargs, Schedule, num_saved, unfused
-from fusible.fuser.te_ops import call_fuser_forward
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 
 from fusible.fuser import svg
 from fusible.fuser.conditions import UNKNOWN
-from fusible.fuser.context import OperationContext
+from fusible.fuser.context import OperationContext, call_fuser_forward
 from fusible.fuser.fakes import restoring
 from fusible.fuser.module_names import named_modules, op_names, path
 from fusible.fuser.overlap import overlap_notes
@@ -34,7 +34,6 @@ from fusible.fuser.plan_key import PlanKey
 from fusible.fuser.run import Run, observed
 from fusible.fuser.schedule import Schedule, unfused
 from fusible.fuser.target import Target, target_of
-from fusible.fuser.te_ops import call_fuser_forward
 
 
 @dataclass(frozen=True)
@@ -167,18 +166,12 @@ def explain(
 
 
 class _Planning:
-    """The plans that a call of ``module`` on a target asks for; it runs basic ops one by one.
-
-    Attributes:
-        planned: the runs, in the order of the call.
-        errors: what ops would raise, by op.
-        decided: what ops decided, by op.
-    """
+    """The plans that a call of ``module`` on a target asks for; it runs basic ops one by one."""
 
     def __init__(self, module: nn.Module, target: Target | None) -> None:
-        self.planned: list[PlannedRun] = []
-        self.errors: dict[Any, str] = {}
-        self.decided: dict[Any, tuple[str, ...]] = {}
+        self.planned: list[PlannedRun] = []  # in the order of the call
+        self.errors: dict[Any, str] = {}  # what ops would raise
+        self._decided: dict[Any, tuple[str, ...]] = {}
         self._module, self._target = module, target
         self._names: dict[Any, str] = {}
         self._hiding: dict[Any, tuple[str, ...]] = {}
@@ -193,7 +186,7 @@ class _Planning:
         where = first if first == last else f"{first} to {last}"
         plan = run.plan_for(key, self._target or target_of(key.device))
         schedule = run.make_schedule(plan, key)
-        planned = PlannedRun(where, run, plan, self.decided)
+        planned = PlannedRun(where, run, plan, self._decided)
         if schedule.partition is not None:  # each part of which is planned in its turn
             self._partitioned.append((planned, schedule.partition.parts))
             return schedule
@@ -219,13 +212,14 @@ class _Planning:
         (context,) = contexts
         try:
             outputs = call_fuser_forward(op, contexts, x, extra_inputs)
-            self.decided[op] = op.call_notes(context) + self._hiding[op]
+            self._decided[op] = op.call_notes(context) + self._hiding[op]
             return outputs
         except (TypeError, ValueError) as error:
             self._note(op, error)
             context.recipe = context.next_quantizer = None
             context.quantizes = False
-            for features in (x.shape[-1:], *_features(op)):
+            sizes = [getattr(op, name, None) for name in ("in_features", "hidden_size", "size")]
+            for features in (x.shape[-1:], *[(size,) for size in sizes if isinstance(size, int)]):
                 dtype = context.parameters[0].dtype if context.parameters else x.dtype
                 with suppress(TypeError, ValueError):
                     fits = x.new_empty((*x.shape[:-1], *features), dtype=dtype)
@@ -248,16 +242,16 @@ def _named_errors(module: nn.Module, planned: Sequence[PlannedRun]) -> Iterator[
     """Errors of a call with fake tensors name the part that raised them."""
     try:
         yield
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise ValueError(
-            "explain runs with fake tensors and needs a module without data-dependent control "
-            f"flow, got {_caller(error, module)}, which reads a value ({error}); "
-            f"{_ran(planned)}; explain its parts"
-        ) from error
     except Exception as error:
-        error.add_note(
-            f"explain called {_caller(error, module)} with fake tensors; {_ran(planned)}"
-        )
+        called, ran = _caller(error, module), "no fusible op ran before"
+        if planned:
+            ran = f"the last fusible ops before were {planned[-1].name}"
+        if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+            raise ValueError(
+                "explain runs with fake tensors and needs a module without data-dependent control "
+                f"flow, got {called}, which reads a value ({error}); {ran}; explain its parts"
+            ) from error
+        error.add_note(f"explain called {called} with fake tensors; {ran}")
         raise
 
 
@@ -271,11 +265,6 @@ def _caller(error: Exception, module: nn.Module) -> str:
     return name if part is module else f"{name} ({type(part).__name__})"
 
 
-def _ran(planned: Sequence[PlannedRun]) -> str:
-    last = f"the last fusible ops before were {planned[-1].name}" if planned else ""
-    return last or "no fusible op ran before"
-
-
 def _check_initialized(module: nn.Module) -> None:
     """Raise ValueError for parameters and buffers that the first call will make."""
     for name, t in (*module.named_parameters(), *module.named_buffers()):
@@ -285,13 +274,6 @@ def _check_initialized(module: nn.Module) -> None:
                 f"{path(type(module).__name__, name)}, which its first call initializes; call the "
                 "model once"
             )
-
-
-def _features(op: Any) -> Iterator[tuple[int]]:
-    """The input features of an op, where it says them."""
-    for name in ("in_features", "hidden_size", "size"):
-        if isinstance(size := getattr(op, name, None), int):
-            yield (size,)
 
 
 def _ends(module: nn.Module) -> Iterator[str]:
@@ -311,7 +293,6 @@ def _ends(module: nn.Module) -> Iterator[str]:
 
 
 def _uncompiled() -> AbstractContextManager[Any]:
-    """Run compiled modules uncompiled."""
     if "torch._dynamo" not in sys.modules:  # which takes seconds to import
         return nullcontext()
     return torch.compiler.set_stance("force_eager")
@@ -336,11 +317,10 @@ def _fakes(mode: FakeTensorMode, inputs: tuple[Any, ...]) -> list[Any]:
 def _lines(planned: PlannedRun, every_rule: bool) -> Iterator[str]:
     plan = planned.plan
     blocks = _blocks(plan, planned.decided)
-    for i, block in enumerate(blocks):
-        last = i == len(blocks) - 1
-        head, *rest = block
-        yield f"{'└─' if last else '├─'} {head}"
-        yield from (f"{'  ' if last else '│ '}   {line}" for line in rest)
+    for head, *rest in blocks[:-1]:
+        yield from (f"├─ {head}", *[f"│    {line}" for line in rest])
+    for head, *rest in blocks[-1:]:
+        yield from (f"└─ {head}", *[f"     {line}" for line in rest])
     yield from _refusal_lines(plan, every_rule)
 
 
@@ -422,9 +402,13 @@ def _refusal_lines(plan: Plan, every_rule: bool) -> Iterator[str]:
     fused = [*[f for _, f in plan.fusions], *plan.kernels]
     touched = {i for f in fused for i in range(f.start, f.stop)}
     touched |= {i for r in plan.refusals for i in range(r.start, r.start + len(r.ops))}
-    for start, stop in _gaps(touched, len(plan.basic_ops)):
-        names = " + ".join(type(op).__name__ for op in plan.basic_ops[start:stop])
-        yield f"no fusion rule covers {names} (ops[{start}:{stop}])"
+    places = range(len(plan.basic_ops))
+    for is_touched, group in groupby(places, touched.__contains__):
+        if not is_touched:
+            gap = list(group)
+            start, stop = gap[0], gap[-1] + 1
+            names = " + ".join(type(op).__name__ for op in plan.basic_ops[start:stop])
+            yield f"no fusion rule covers {names} (ops[{start}:{stop}])"
 
 
 def _reasons(refusals: Sequence[Refusal]) -> Iterator[str]:
@@ -437,11 +421,3 @@ def _reasons(refusals: Sequence[Refusal]) -> Iterator[str]:
     for reasons, refused in by_reasons.items():
         yield from (f"  {what} for {', '.join(where)}" for what, where in refused.items())
         yield from (f"    {reason}" for reason in reasons)
-
-
-def _gaps(touched: set[int], n: int) -> Iterator[tuple[int, int]]:
-    """The maximal ranges of indices below ``n`` that are not in ``touched``."""
-    for is_touched, group in groupby(range(n), touched.__contains__):
-        if not is_touched:
-            indices = list(group)
-            yield indices[0], indices[-1] + 1

@@ -95,9 +95,7 @@ def restoring(
             if all_attributes:
                 held.update({name: value for name, value in known.items() if name not in held})
             for name, value in [*held.items()]:
-                if name in known and value is known[name]:
-                    continue
-                if not (all_attributes or _holds_fake(value)):
+                if value is known.get(name, held) or not (all_attributes or _holds_fake(value)):
                     continue
                 if name in known:
                     held[name] = known[name]

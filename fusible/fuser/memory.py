@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -39,8 +39,7 @@ def storage_id(t: Tensor) -> int:
 class AliasTracker:
     """Tracks which tensors of a pass only the run reads, so that an op may write to them.
 
-    Args:
-        read: tensors that others read, before the pass or after it.
+    Others read ``read``, before the pass or after it.
     """
 
     def __init__(self, read: Iterable[Tensor | None]) -> None:
@@ -55,10 +54,7 @@ class AliasTracker:
                 self._retained[storage_id(t)] = StorageWeakRef(t.untyped_storage())
 
     def unshared(self, tensors: Tensors, others: Iterable[Tensor | None]) -> list[bool]:
-        """The slots of an op's tensors that nothing else reads, while others read ``others``.
-
-        Plain tensors only, without elements that share a place.
-        """
+        """Which of an op's tensors are plain and read by nothing else; others read ``others``."""
         readers = Counter(storage_id(t) for t in chain(tensors, others) if t is not None)
 
         def is_unshared(t: Tensor | None) -> bool:
@@ -77,10 +73,7 @@ class AliasTracker:
         grad_extra: Sequence[Tensors],
         others: Tensors,
     ) -> None:
-        """Set on an op's contexts which of its gradients its backward may write to.
-
-        ``others`` are what is read after it.
-        """
+        """Set on an op's contexts which of its gradients it may write to; ``others`` are read."""
         grads = [grad_output, *chain.from_iterable(grad_extra)]
         contexts[-1].writable_grad_output, *rest = self.unshared(grads, others)
         own = iter(rest)
@@ -97,44 +90,37 @@ class InputAliasTracker(AliasTracker):
 
     def __init__(
         self,
+        callers: Sequence[Tensor],
         ops: Sequence[Any],
         wiring: Wiring,
         contexts: Sequence[OperationContext],
-        caller_inputs: Sequence[Tensor],
+        produced: Mapping[int, Tensors],
     ) -> None:
-        super().__init__(caller_inputs)
+        super().__init__(callers)
         self._ops, self._wiring = ops, wiring
-        self._contexts, self._caller_inputs = contexts, caller_inputs
-        self._written: list[tuple[int, Tensor]] = []
+        self._contexts, self._produced = contexts, produced
 
-    def mark_writable_inputs(
-        self, x: Tensor, inputs: Sequence[Tensors], produced: Sequence[Tensors], start: int
-    ) -> None:
-        """Set on the contexts which extra inputs the step that starts at op ``start`` may write to.
-
-        Raises:
-            RuntimeError: a tensor of the caller is to be written to inside a backward, where
-                checkpointing repeats a forward.
-        """
-        self._written = []
+    def mark_writable_inputs(self, x: Tensor, inputs: Sequence[Tensors], start: int) -> None:
+        """Set on the contexts which extra inputs the step from op ``start`` on may write to."""
         for i, of_op in enumerate(inputs, start):
             if self._ops[i].writes_extra_inputs:
                 self._contexts[i].writable_extra = frozenset(
                     slot
                     for slot, t in enumerate(of_op)
-                    if t is not None and self._may_write(i, slot, t, x, produced, start)
+                    if t is not None and self._may_write((i, slot), t, x, start)
                 )
 
-    def _may_write(
-        self, i: int, slot: int, t: Tensor, x: Tensor, produced: Sequence[Tensors], start: int
-    ) -> bool:
+    def _may_write(self, target: Output, t: Tensor, x: Tensor, start: int) -> bool:
+        i, slot = target
         producer, k = self._wiring.sources[i][slot]
         if producer == CALLER and k in self._wiring.copies:
             return True
-        readers = list(self._readers(produced, start, (i, slot)))
+        readers = list(self._readers(start, target))
         if producer != CALLER:
             is_unshared = self.unshared([t, x], readers)[0]
             return is_unshared and not any(overlapping(t, (), self._ops))
+        if self._contexts[i].requires_grad:  # a fused op may save its input
+            readers.append(x)
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
                 f"{type(self._ops[i]).__name__} must have in_place=False inside "
@@ -144,48 +130,26 @@ class InputAliasTracker(AliasTracker):
         of = t._base if t._is_view() else t
         is_leaf = of is not None and of.is_leaf and self._contexts[i].needs.extra_inputs[slot]
         reads = [("another reader", other) for other in readers]
-        if is_leaf or repeats_elements(t) or any(overlapping(t, reads, self._ops)):
-            return False
-        self._written.append((i, t))
-        return True
+        return not (is_leaf or repeats_elements(t) or any(overlapping(t, reads, self._ops)))
 
-    def check_saved(self, stop: int) -> None:
-        """Raise ValueError if ops[:stop] saved a tensor of the caller that was written to."""
-        for i, t in self._written:
-            if any(saved is not None and overlap(t, saved) for saved in self._saved(stop)):
-                raise ValueError(
-                    f"{named(self._ops, i)} must not write to a tensor that it saves for its "
-                    "backward, got in_place=True and such an extra input; make it False"
-                )
-
-    def _readers(
-        self, produced: Sequence[Tensors], start: int, target: Output
-    ) -> Iterator[Tensor | None]:
+    def _readers(self, start: int, target: Output) -> Iterator[Tensor | None]:
         """The tensors that the ops from ``start`` on read, but for one of their extra inputs."""
-        yield from self._saved(start)
-        wiring = self._wiring
-        for op, slot in wiring.public:
-            if op < start:
-                yield produced[op][slot]
-        for i in range(start, len(self._ops)):
-            for slot, (producer, k) in enumerate(wiring.sources[i]):
-                if (i, slot) != target and producer < start:
-                    from_caller = producer == CALLER
-                    yield self._caller_inputs[1 + k] if from_caller else produced[producer][k]
-
-    def _saved(self, stop: int) -> Iterator[Tensor | None]:
-        for context in self._contexts[:stop]:
+        for context in self._contexts[:start]:
             yield from context.to_save if context.requires_grad else ()
+        read = list(self._wiring.public)
+        for i in range(start, len(self._ops)):
+            sources = enumerate(self._wiring.sources[i])
+            read += [source for slot, source in sources if (i, slot) != target]
+        yield from [self._produced[op][slot] for op, slot in read if op < start]
 
 
 # --- memory of the caller ------------------------------------------------------------------------
 
 
 class _ReturnedGrads(threading.local):
-    """Gradients that backwards on this thread have returned in the caller's buffers."""
+    """Gradients returned in the caller's buffers on this thread, each with its graph task."""
 
     grads: tuple[tuple[int, TensorWeakRef], ...] = ()
-    """Each with the graph task that it is of."""
 
 
 _returned = _ReturnedGrads()
@@ -197,12 +161,9 @@ def check_buffers(
     kwargs: Sequence[dict[str, Any]],
     modules: Sequence[Any],
 ) -> None:
-    """Refuse memory for results that overlaps what ``modules`` read, or other such memory.
+    """Raise ValueError for memory for results that overlaps what ``modules`` read, or other such.
 
     ``ops`` are those of them that were given ``kwargs``.
-
-    Raises:
-        ValueError: naming both.
     """
     names = ["the input", *[f"extra input {k}" for k, _ in enumerate(inputs[1:])]]
     reads = [*zip(names, inputs, strict=True)]
@@ -217,13 +178,10 @@ def check_buffers(
 def check_grad_input(
     ops: Sequence[Any], context: OperationContext, grads: Tensors, saved: Tensors
 ) -> None:
-    """Refuse memory for the input's gradient that overlaps what the backward reads.
+    """Raise ValueError for memory for the input's gradient that overlaps what the backward reads.
 
     Also what the same call of ``backward()`` has returned there before and still holds, to sum it
     with others for instance.
-
-    Raises:
-        ValueError: naming both.
     """
     buffer = vars(context.forward).get("grad_input")
     if buffer is None:

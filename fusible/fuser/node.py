@@ -13,11 +13,11 @@ from torch.utils._pytree import tree_leaves
 
 from fusible.fuser.backwards import Backward
 from fusible.fuser.context import OperationContext
-from fusible.fuser.error_notes import note_place
+from fusible.fuser.error_notes import note_failure
 from fusible.fuser.memory import AliasTracker, InputAliasTracker, check_grad_input, returned_grad
 from fusible.fuser.overlap import complete_output
 from fusible.fuser.saved_rows import active_pool, with_rows, without_rows
-from fusible.fuser.schedule import Kwargs, Schedule, ScheduledStep, outside_autocast
+from fusible.fuser.schedule import SAME_STEP, Kwargs, Schedule, ScheduledStep, outside_autocast
 from fusible.fuser.tracing import hooks_hold_saved
 from fusible.fuser.wiring import CALLER, Output
 
@@ -33,12 +33,13 @@ def run_forward(
     ``operands`` are the caller's inputs, then the parameters.
     """
     contexts = _new_contexts(schedule, operands, kwargs)
-    x = operands[0]
-    produced: list[Sequence[Any]] = []
+    x, wiring = operands[0], schedule.wiring
+    # Of each op, and the extra inputs as those of the caller.
+    produced: dict[int, Sequence[Any]] = {CALLER: operands[1 : 1 + len(wiring.names)]}
     aliases = None
     if schedule.writes_inputs and not torch.compiler.is_compiling():
-        callers = operands[: 1 + len(schedule.wiring.names)]
-        aliases = InputAliasTracker(schedule.plan.basic_ops, schedule.wiring, contexts, callers)
+        ops, callers = schedule.plan.basic_ops, (x, *produced[CALLER])
+        aliases = InputAliasTracker(callers, ops, wiring, contexts, produced)
     profiled = _is_profiled()
     for step in schedule.forward:
         own = contexts[step.start : step.stop]
@@ -46,12 +47,7 @@ def run_forward(
             last = own[-1]
             own[0].grad_quantizer, last.next_quantizer, last.output_grad_quantizer = step.quantizers
         inputs = [
-            [
-                operands[1 + slot]
-                if producer == CALLER
-                else (produced[producer][slot] if producer >= 0 else None)
-                for producer, slot in of_op
-            ]
+            [None if source == SAME_STEP else produced[source[0]][source[1]] for source in of_op]
             for of_op in step.sources
         ]
         if step.overlap is not None:
@@ -61,7 +57,7 @@ def run_forward(
         if step.is_users:
             x, inputs = _as_users_see(own, x, inputs, operands)
         if aliases is not None:
-            aliases.mark_writable_inputs(x, inputs, produced, step.start)
+            aliases.mark_writable_inputs(x, inputs, step.start)
         run = step.run
         if profiled:
             run = record_function(f"{step.label} forward")(run)
@@ -70,48 +66,49 @@ def run_forward(
             if step.is_users:
                 _check_returned(schedule, step, returned, own)
         except Exception as error:
-            _failed(error, schedule, step)
+            note_failure(error, schedule, step)
             raise
-        if aliases is not None:
-            if step.is_users:  # which may go on reading its arguments
-                aliases.retain(tree_leaves((x, inputs, returned)))
-            aliases.check_saved(step.stop)
+        if aliases is not None and step.is_users:  # which may go on reading its arguments
+            aliases.retain(tree_leaves((x, inputs, returned)))
         x, outputs = returned
-        produced.extend(outputs)
-    return [x, *[produced[op][slot] for op, slot in schedule.wiring.public]], contexts
-
-
-def _failed(
-    error: Exception,
-    schedule: Schedule,
-    step: ScheduledStep,
-    contexts: Sequence[OperationContext] | None = None,
-) -> None:
-    """Note on an error where its op is (:func:`note_place`), and let all ops of the run know it."""
-    note_place(error, schedule, step, contexts)
-    if not torch.compiler.is_compiling():
-        for op in schedule.plan.basic_ops:
-            op.abandon()
+        produced.update(enumerate(outputs, step.start))
+    return [x, *[produced[op][slot] for op, slot in wiring.public]], contexts
 
 
 def run_formula(
     schedule: Schedule, formula: Callable[..., Tensor], operands: Sequence[Tensor]
 ) -> Tensor:
     """The output of the only op by its formula, which autograd differentiates."""
-    (step,) = schedule.forward
-    formula = outside_autocast(schedule.plan, step.op, formula)
-    if _is_profiled():
-        formula = record_function(f"{step.label} forward")(formula)
-    try:
+
+    def checked(*operands: Tensor) -> Tensor:
         output = formula(*operands)
         if not isinstance(output, Tensor):
             raise TypeError(
-                f"formula of {type(step.op).__name__} must return one tensor, got {kind_of(output)}"
+                f"formula of {type(schedule.forward[0].op).__name__} must return one tensor, got "
+                f"{kind_of(output)}"
             )
+        return output
+
+    return _call_only_op(schedule, checked, operands)
+
+
+def _call_only_op(
+    schedule: Schedule,
+    function: Callable[..., Any],
+    given: Sequence[Any],
+    contexts: Sequence[OperationContext] | None = None,
+) -> Any:
+    """What a function of the only op of the forward gives; ``contexts`` in its backward."""
+    (step,) = schedule.forward
+    function = outside_autocast(schedule.plan, step.op, function)
+    if _is_profiled():
+        name = f"{step.label} {'forward' if contexts is None else 'backward'}"
+        function = record_function(name)(function)
+    try:
+        return function(*given)
     except Exception as error:
-        note_place(error, schedule, step)
+        note_failure(error, schedule, step, contexts)
         raise
-    return output
 
 
 def _new_contexts(
@@ -164,13 +161,9 @@ def _check_returned(
     output, outputs = returned
     if not torch.compiler.is_compiling():
         waiting = schedule.diagnostics.expected
-        expected = waiting.pop(op, None)
-        if expected is not None:
-            try:
-                expected.check(op, output, contexts)
-            except BaseException:
-                waiting[op] = expected  # the next call is checked too
-                raise
+        if (expected := waiting.get(op)) is not None:
+            expected.check(op, output, contexts)  # else the next call is checked too
+            waiting.pop(op, None)
     if step.derived not in (None, output.dtype):
         raise RuntimeError(
             f"{type(op).__name__} must give {step.derived}, as it did when its plan was made, got "
@@ -191,14 +184,6 @@ def _check_returned(
                     f"({type(schedule.plan.basic_ops[i]).__name__}), which is needed outside it, "
                     "got None"
                 )
-
-
-def run_without_graph(
-    schedule: Schedule, operands: Sequence[Tensor], kwargs: Kwargs | None, tracing: bool
-) -> list[Tensor]:
-    """The outputs of a run that needs no gradients."""
-    outputs, _ = run_forward(schedule, operands, kwargs)
-    return outputs if tracing else _without_views(schedule, kwargs, outputs, operands)
 
 
 class RunFunction(torch.autograd.Function):
@@ -231,10 +216,9 @@ class RunFunction(torch.autograd.Function):
         fctx.save_for_backward(*saved)
         checks_memory = slots is None and (schedule.writes_grads or kwargs is not None)
         fctx.call = schedule, slots, states, checks_memory
-        if slots is None and schedule.accumulating:
-            fctx.within = Backward.running()
         if slots is None:
-            outputs = _without_views(schedule, kwargs, outputs, tensors, saved)
+            fctx.within = Backward.running() if schedule.accumulating else None
+            outputs = without_views(schedule, kwargs, outputs, tensors, saved)
         outputs = _unaliased_outputs(outputs, tensors)
         if len(outputs) > 1:
             grad = schedule.plan.grad
@@ -285,13 +269,12 @@ def _run_backward(
 ) -> list[Tensor | None]:
     """The gradients of the inputs, then of the parameters, from those of the outputs."""
     needs, wiring = schedule.plan.grad, schedule.wiring
-    # Of extra outputs, by (op, slot), summed over their uses.
-    of_outputs: dict[Output, Tensor | None] = {
+    # Of extra outputs, summed over their uses, and of the caller's extra inputs.
+    of_extra: dict[Output, Tensor | None] = {
         output: grad
         for output, grad in zip(wiring.public, grads[1:], strict=True)
         if needs[output[0]].requires_grad
     }
-    of_inputs: list[Tensor | None] = [None] * len(wiring.names)
     of_params: list[Sequence[Tensor | None]] = [(None,) * len(n.params) for n in needs]
     grad: Tensor | None = grads[0]
     profiled = _is_profiled()
@@ -304,11 +287,11 @@ def _run_backward(
         if grad is None:  # of a user's op, through which nothing flows back
             grad = grads[0].new_zeros(contexts[stop].forward.grad_input_shape or ())
         grad_extra = [
-            tuple([of_outputs.pop((start + i, k), None) for k in range(count)]) if count else ()
+            tuple([of_extra.pop((start + i, k), None) for k in range(count)]) if count else ()
             for i, count in enumerate(step.num_extra_outputs)
         ]
         if aliases is not None:
-            others = *of_outputs.values(), *of_inputs, *chain(*of_params)
+            others = *of_extra.values(), *chain(*of_params)
             aliases.mark_writable_grads(own, grad, grad_extra, others)
         run = step.run
         if profiled:
@@ -318,15 +301,16 @@ def _run_backward(
             if step.is_users:
                 _check_grads(step, returned, own)
         except Exception as error:
-            _failed(error, schedule, step, own)
+            note_failure(error, schedule, step, own)
             raise
         if aliases is not None and (step.is_users or step.op.keeps_grads):
             aliases.retain(tree_leaves((grad, grad_extra, returned)))
         grad, of_params[start:stop], step_extra = returned
         grad = grad if grad is None or step.cast_from is None else grad.to(step.cast_from)
-        _accumulate_extra_grads(step, own, step_extra, of_outputs, of_inputs)
+        _accumulate_extra_grads(step, own, step_extra, of_extra)
         if step.reads:
-            _begin_sending(step, contexts, of_outputs)
+            _begin_sending(step, contexts, of_extra)
+    of_inputs = [of_extra.get((CALLER, k)) for k in range(len(wiring.names))]
     return [grad, *of_inputs, *chain(*of_params)]
 
 
@@ -337,8 +321,7 @@ def _set_leaves(
 ) -> None:
     """Set on the contexts of ops that accumulate gradients themselves what autograd does with them.
 
-    ``fctx.within`` is the backward in which the forward ran, where activation checkpointing ran it
-    again.
+    ``fctx.within``: the backward in which the forward ran, where checkpointing repeated it.
     """
     backward = fctx.within
     if backward is None or not backward.is_running:
@@ -371,11 +354,11 @@ def _will_run(node: Any) -> bool:
 def _begin_sending(
     step: ScheduledStep,
     contexts: Sequence[OperationContext],
-    of_outputs: dict[Output, Tensor | None],
+    of_extra: dict[Output, Tensor | None],
 ) -> None:
     """Send the gradients that this step has completed, of ops whose backward comes later."""
     for overlap in () if torch.compiler.is_compiling() else step.reads:
-        grad, early = of_outputs.get(overlap.output), contexts[overlap.ops]
+        grad, early = of_extra.get(overlap.output), contexts[overlap.ops]
         if grad is not None and early[-1].requires_grad:
             overlap.op.begin_sending(early, grad)
 
@@ -384,24 +367,21 @@ def _accumulate_extra_grads(
     step: ScheduledStep,
     contexts: Sequence[OperationContext],
     step_extra: Sequence[Sequence[Tensor | None]],
-    of_outputs: dict[Output, Tensor | None],
-    of_inputs: list[Tensor | None],
+    of_extra: dict[Output, Tensor | None],
 ) -> None:
     """Add the gradients of a step's extra inputs to those of their sources; None is zero."""
     for context, of_op, grads in zip(contexts, step.sources, step_extra, strict=True):
-        for slot, ((producer, k), g) in enumerate(zip(of_op, grads, strict=True)):
+        for slot, (source, g) in enumerate(zip(of_op, grads, strict=True)):
             if g is None:
-                if producer >= 0 and slot in context.forward.unmarked_extra:
+                if source[0] >= 0 and slot in context.forward.unmarked_extra:
                     raise RuntimeError(
                         f"before torch 2.13 a compiled backward of {type(step.op).__name__} must "
                         f"return the gradient of extra input {slot}, which an earlier op of the "
                         "run made, got None; read ctx.needs, not requires_grad of the tensors, and "
                         "return zeros where nothing flows back"
                     )
-            elif producer == CALLER:
-                of_inputs[k] = g
-            elif producer >= 0:
-                of_outputs[producer, k] = _sum(of_outputs.get((producer, k)), g)
+            elif source != SAME_STEP:
+                of_extra[source] = _sum(of_extra.get(source), g)
 
 
 def _as_users_see(
@@ -455,12 +435,14 @@ def _check_grads(step: ScheduledStep, returned: Any, contexts: Sequence[Operatio
             f"{kind_of(returned)}"
         )
     grad, params, extra = returned
+    needs = [context.needs for context in contexts]
+    wanted = [len(n.params) for n in needs], [len(n.extra_inputs) for n in needs]
     got = list(map(len, params)), list(map(len, extra))
-    if got != step.num_grads:
+    if got != wanted:
         raise RuntimeError(
             f"the backward of {name} must return gradients (None where there is none) "
             "for each basic op's parameters and extra inputs, numbering "
-            f"{step.num_grads[0]} and {step.num_grads[1]}, got {got[0]} and {got[1]}"
+            f"{wanted[0]} and {wanted[1]}, got {got[0]} and {got[1]}"
         )
     if isinstance(grad, Tensor) and not torch.compiler.is_compiling():
         shape = contexts[0].forward.grad_input_shape
@@ -500,7 +482,8 @@ class _FastPathFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(fctx: Any, schedule: Schedule, prepared: Any, *operands: Tensor) -> Tensor:
-        output, saved = _fast_path_forward(schedule, prepared, operands)
+        forward = schedule.fast_path.forward  # type: ignore[union-attr]
+        output, saved = _call_only_op(schedule, forward, (prepared, *operands))
         fctx.save_for_backward(*saved)
         fctx.schedule, fctx.held = schedule, hooks_hold_saved()
         if schedule.accumulating:
@@ -514,37 +497,16 @@ class _FastPathFunction(torch.autograd.Function):
         contexts = {i: OperationContext(schedule.plan.grad[i]) for i in schedule.accumulating}
         if contexts:
             _set_leaves(fctx, schedule, contexts)
-        backward = schedule.fast_path.backward
-        backward = outside_autocast(schedule.plan, schedule.forward[0].op, backward)
-        if _is_profiled():
-            backward = record_function(f"{schedule.forward[0].label} backward")(backward)
-        saved = fctx.saved_tensors
-        try:
-            return None, None, *backward(saved, grad_output, fctx.held, contexts)
-        except Exception as error:
-            note_place(error, schedule, schedule.forward[0], ())
-            raise
-
-
-def _fast_path_forward(
-    schedule: Schedule, prepared: Any, operands: Sequence[Tensor]
-) -> tuple[Tensor, Sequence[Tensor | None]]:
-    forward = schedule.fast_path.forward  # type: ignore[union-attr]
-    forward = outside_autocast(schedule.plan, schedule.forward[0].op, forward)
-    if _is_profiled():
-        forward = record_function(f"{schedule.forward[0].label} forward")(forward)
-    try:
-        return forward(prepared, *operands)
-    except Exception as error:
-        note_place(error, schedule, schedule.forward[0])
-        raise
+        given = fctx.saved_tensors, grad_output, fctx.held, contexts
+        return None, None, *_call_only_op(schedule, schedule.fast_path.backward, given, ())
 
 
 def run_fast_path(schedule: Schedule, prepared: Any, operands: Sequence[Tensor]) -> Tensor:
     """The output of a run by its :class:`FastPath`, ``prepared`` for these operands."""
     if schedule.plan.grad[-1].requires_grad:
         return _FastPathFunction.apply(schedule, prepared, *operands)
-    return _fast_path_forward(schedule, prepared, operands)[0]
+    forward = schedule.fast_path.forward  # type: ignore[union-attr]
+    return _call_only_op(schedule, forward, (prepared, *operands))[0]
 
 
 def deduplicated(tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
@@ -593,7 +555,7 @@ def _unaliased_outputs(outputs: list[Tensor], inputs: Sequence[Tensor]) -> list[
     return distinct
 
 
-def _without_views(
+def without_views(
     schedule: Schedule,
     kwargs: Kwargs | None,
     outputs: list[Tensor],
@@ -614,14 +576,13 @@ def _without_views(
     if kwargs is not None or any([step.is_users for step in schedule.forward]):
         return outputs
     others = (*inputs, *saved)
+
+    def shares_memory(t: Tensor, others: Sequence[Tensor | None]) -> bool:
+        return any([o is not None and torch._C._is_alias_of(t, o) for o in others])  # type: ignore[attr-defined]
+
     return [
         t
-        if not t._is_view() or _shares_memory(t, (*others, *outputs[:i], *outputs[i + 1 :]))
+        if not t._is_view() or shares_memory(t, (*others, *outputs[:i], *outputs[i + 1 :]))
         else torch.ops.aten._unsafe_view(t, t.shape)
         for i, t in enumerate(outputs)
     ]
-
-
-def _shares_memory(t: Tensor, others: Sequence[Tensor | None]) -> bool:
-    """Whether others have memory of the same allocation."""
-    return any([other is not None and torch._C._is_alias_of(t, other) for other in others])  # type: ignore[attr-defined]

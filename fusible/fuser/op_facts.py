@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fusible.fuser.derived import derived_dtypes
-from fusible.fuser.plan import GradNeeds, OpFacts, TensorFacts, dtype_name
+from fusible.fuser.context import OperationContext, call_fuser_forward
+from fusible.fuser.fakes import restoring
+from fusible.fuser.plan import Facts, GradNeeds, TensorFacts, dtype_name, facts_of_op
 from fusible.fuser.plan_key import PlanKey
 from fusible.fuser.registry import is_ours
 from fusible.fuser.rules import Rule
 from fusible.fuser.target import Target
 from fusible.fuser.wiring import CALLER, Wiring
+
+logger = logging.getLogger(__name__)
+
+_ROWS, _FEATURES = 4, 64  # of an input, where no parameter says them
 
 
 class Dtypes(NamedTuple):
@@ -22,8 +32,7 @@ class Dtypes(NamedTuple):
     input: torch.dtype | None
     extra_inputs: tuple[torch.dtype | None, ...]
     params: tuple[torch.dtype, ...]
-    autocast: torch.dtype | None
-    """The dtype of ``torch.autocast``, None outside it."""
+    autocast: torch.dtype | None  # of `torch.autocast`, None outside it
 
 
 def autocast_to(dtype: torch.dtype, autocast: torch.dtype | None) -> torch.dtype:
@@ -39,11 +48,11 @@ def facts_of_ops(
     target: Target,
     grad: Sequence[GradNeeds],
     rules: Sequence[Rule],
-) -> tuple[OpFacts, ...]:
+) -> Facts:
     """The facts of each op for conditions: what it declares, and its tensors."""
     inputs = key.facts(target)
     device = inputs[0].device
-    made: list[OpFacts] = []
+    made: list[SimpleNamespace] = []
     derive = any(True for rule in rules for _ in rule.places(ops))  # else nothing reads them
     propagated = _infer_dtypes(ops, wiring, key, derive)
     for i, (op, facts, (given, output)) in enumerate(zip(ops, declared, propagated, strict=True)):
@@ -53,11 +62,10 @@ def facts_of_ops(
             inside = TensorFacts(dtype, device, None, grad[i].extra_inputs[slot], source)
             extra[op.extra_input_name(slot)] = inputs[1 + k] if producer == CALLER else inside
         own = TensorFacts(dtype_name(given.input), device, None, grad[i].input, f"op {i - 1}")
+        computes = dtype_name(given.input if output is None else output)
         param_dtype = dtype_name(given.params[0]) if given.params else None
-        computes = given.input if output is None else output
-        made.append(
-            OpFacts(facts, param_dtype, extra, inputs[0] if i == 0 else own, dtype_name(computes))
-        )
+        x = inputs[0] if i == 0 else own
+        made.append(facts_of_op(facts, extra, grad[i], x, computes, param_dtype))
     return tuple(made)
 
 
@@ -75,11 +83,57 @@ def _infer_dtypes(
         if declares_dtypes(type(op)):
             x, *outputs = op.output_dtypes(of_tensors)
         elif derive:
-            x, *outputs = derived_dtypes(op, x, extra, key.autocast_dtype)
+            x, *outputs = _derived_dtypes(op, x, extra, key.autocast_dtype)
         else:
             x, *outputs = (None,) * (1 + op.num_extra_outputs)
         made.append(outputs)
         yield of_tensors, x
+
+
+def _derived_dtypes(
+    op: Any,
+    input_dtype: torch.dtype | None,
+    extra_dtypes: Sequence[torch.dtype | None],
+    autocast: torch.dtype | None,
+) -> tuple[torch.dtype | None, ...]:
+    """The dtypes of the output and of the extra outputs of an op for inputs of these dtypes.
+
+    Its forward runs on fake tensors of some shapes, as it would without gradients and outside of a
+    recipe. All are None where that does not work, or where a tensor without
+    dimensions would be promoted differently.
+    """
+    unknown = (None,) * (1 + op.num_extra_outputs)
+    floats = {t for t in extra_dtypes if t is None or t.is_floating_point}
+    if input_dtype is None or floats - {input_dtype}:
+        return unknown
+    stored = [*op.parameters(), *op.buffers()]
+    sizes = [size for t in stored for size in reversed(t.shape)]
+    device = stored[0].device if stored else torch.device("cpu")
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    for size, extra_dims in product(
+        dict.fromkeys([*sizes, _FEATURES]), (2, 1)[: 1 + bool(extra_dtypes)]
+    ):
+        try:
+            with restoring(op.modules(), mode, all_attributes=True), torch.no_grad():
+                x, *extra = [
+                    torch.empty((_ROWS, size)[:dims], dtype=dtype, device=device)
+                    for dims, dtype in ((2, input_dtype), *[(extra_dims, t) for t in extra_dtypes])
+                ]
+                return _forward_dtypes(op, x, extra, autocast)
+        except Exception as error:  # it wants another shape, or values
+            logger.debug("%s does not run on fake tensors: %r", type(op).__name__, error)
+    return unknown
+
+
+def _forward_dtypes(
+    op: Any, x: Tensor, extra: Sequence[Tensor], autocast: torch.dtype | None
+) -> tuple[torch.dtype | None, ...]:
+    params = op.own_parameters()
+    needs = GradNeeds(False, False, (False,) * len(params), (False,) * len(extra))
+    ctx = OperationContext(needs, None, None if op.handles_autocast else autocast, params)
+    with ctx.autocast(x.device.type):
+        output, (outputs,) = call_fuser_forward(op, [ctx], x, [tuple(extra)])
+    return (output.dtype, *[None if t is None else t.dtype for t in outputs])
 
 
 def gradient_needs(ops: Sequence[Any], wiring: Wiring, key: PlanKey) -> tuple[GradNeeds, ...]:

@@ -20,14 +20,10 @@ class Overlap(NamedTuple):
     """
 
     op: Any
-    ops: slice
-    """The basic ops that the op covers."""
-    output: Output
-    """The extra output that passes its output on."""
-    overlapped: slice
-    """The ops that run while it communicates."""
-    reader: int
-    """The first op of the step that reads it."""
+    ops: slice  # the basic ops that it covers
+    output: Output  # the extra output that passes its output on
+    overlapped: slice  # the ops that run while it communicates
+    reader: int  # the first op of the step that reads the output
 
 
 def overlaps(
@@ -68,13 +64,14 @@ def overlap_notes(
             ("its output", "", forward),
             ("its output's gradient", "the backward of ", backward),
         ):
-            overlapping = [s.overlap for s in steps if s.stop == at + 1 and s.overlap is not None]
-            names = ", ".join(
-                type(hidden).__name__ for o in overlapping for hidden in ops[o.overlapped]
-            )
-            notes.append(f"{what} is sent while {of}{names} runs")
-            if not overlapping:
-                notes[-1] = f"nothing runs while {what} is sent; a second branch after a Swap would"
+            overlap = next((s.overlap for s in steps if s.stop == at + 1), None)
+            if overlap is None:
+                notes.append(
+                    f"nothing runs while {what} is sent; a second branch after a Swap would"
+                )
+            else:
+                names = ", ".join(type(hidden).__name__ for hidden in ops[overlap.overlapped])
+                notes.append(f"{what} is sent while {of}{names} runs")
         yield op, tuple(notes) if op.communicates else ()
 
 

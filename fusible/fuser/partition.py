@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusible.fuser.memory import overlapping
-from fusible.fuser.wiring import CALLER, Output, Wiring, WrittenInput
+from fusible.fuser.wiring import CALLER, Output, Wiring
 
 
 class Part(NamedTuple):
@@ -18,23 +18,15 @@ class Part(NamedTuple):
     Its caller holds the extra inputs of the whole, then the extra outputs of each part, in order.
     """
 
-    call: Any
-    """A run of the ops, or a module."""
+    call: Any  # a run of the ops, or a module
     ops: slice
-    inputs: tuple[int, ...]
-    """The places of its extra inputs among the tensors held."""
-    inputs_to_copy: tuple[int, ...]
-    """Indices in ``inputs`` to copy first: the part may write to them."""
-    num_outputs: int | None
-    """The number of its extra outputs; None for any number, all for the caller."""
-    public: tuple[int, ...]
-    """The extra outputs that the caller gets."""
-    why: str | None = None
-    """Why a module is called."""
-    nested: bool = False
-    """Whether it is a Sequential that is called."""
-    partition: Partition | None = None
-    """The partition of a nested Sequential whose ops are wired to others outside of it."""
+    inputs: tuple[int, ...]  # the places of its extra inputs among the tensors held
+    inputs_to_copy: tuple[int, ...]  # indices in `inputs` to copy first: the part may write to them
+    num_outputs: int | None  # of extra outputs; None for any number, all for the caller
+    public: tuple[int, ...]  # the extra outputs that the caller gets
+    why: str | None = None  # why a module is called
+    nested: bool = False  # whether it is a Sequential that is called
+    partition: Partition | None = None  # of a nested Sequential whose ops are wired to others
 
 
 class Partition(NamedTuple):
@@ -43,10 +35,8 @@ class Partition(NamedTuple):
     parts: tuple[Part, ...]
     ops: tuple[Any, ...]
     wiring: Wiring
-    written: tuple[WrittenInput, ...]
-    """The caller's tensors that ops write to."""
-    single_run: Callable[..., Any] | None
-    """The run of ops that is all there is, if so."""
+    written: tuple[Output, ...]  # ops that write to extra inputs of the caller, with their numbers
+    single_run: Callable[..., Any] | None  # the run of ops that is all there is, if so
 
 
 def partitioned(
@@ -79,7 +69,13 @@ def partitioned(
         places.update({output: k for k, output in enumerate(outputs or (), len(places))})
         start = stop
     single_run = parts[0].call if len(parts) == 1 and parts[0].why is None else None
-    return Partition(tuple(parts), ops, wiring, wiring.written_inputs(ops), single_run)
+    written = [
+        (i, k)
+        for i, of_op in enumerate(wiring.sources)
+        for producer, k in of_op
+        if producer == CALLER and ops[i].writes_extra_inputs
+    ]
+    return Partition(tuple(parts), ops, wiring, tuple(written), single_run)
 
 
 def run_parts(
@@ -90,22 +86,21 @@ def run_parts(
 ) -> Any:
     """The output of the last part, with the extra outputs that the caller gets if there are any.
 
-    Args:
-        partition: the parts, in order.
-        inputs: of the caller.
-        call: gives what a part returns for its input and its extra inputs.
-        modules: whose parameters and buffers may overlap the inputs. An op that writes to an
-            extra input gets a copy where something else reads that.
+    ``call`` gives what a part returns for its input and its extra inputs. An op that writes to one
+    gets a copy where something else reads that, be it a parameter of ``modules``.
     """
     x, held = inputs[0], list(inputs[1:])  # torch 2.11 takes those of x, *held for a tuple
     given: list[Any] = []
     for part in partition.parts:
         taken = [held[place] for place in part.inputs]
-        read: tuple[int, ...] = ()
-        if partition.written and not torch.compiler.is_compiling():
-            read = _read_elsewhere(part, inputs, held, partition.written, modules)
-        for n in (*part.inputs_to_copy, *read):
+        for n in part.inputs_to_copy:
             taken[n] = taken[n].clone()
+        for i, k in partition.written:
+            is_written = part.ops.start <= i < part.ops.stop and isinstance(held[k], Tensor)
+            if is_written and not torch.compiler.is_compiling():
+                others = [("another reader", t) for n, t in enumerate(held) if n != k]
+                if any(overlapping(held[k], others, modules)):
+                    taken[part.inputs.index(k)] = held[k].clone()
         x = call(part, x, taken)
         if part.num_outputs:
             x, *outputs = x
@@ -115,21 +110,3 @@ def run_parts(
             x, *outputs = x
             given.extend(outputs)
     return (x, *given) if given else x
-
-
-def _read_elsewhere(
-    part: Part,
-    inputs: Sequence[Any],
-    held: Sequence[Any],
-    written: Sequence[WrittenInput],
-    modules: Sequence[Any],
-) -> tuple[int, ...]:
-    """The extra inputs that a part writes to while later ops, or the caller, read them."""
-    found = []
-    for i, k, readers in written:
-        t = inputs[1 + k]
-        if part.ops.start <= i < part.ops.stop and isinstance(t, Tensor):
-            others = [*[inputs[1 + n] for n in readers], *held[len(inputs) - 1 :]]
-            if any(overlapping(t, [("another reader", other) for other in others], modules)):
-                found.append(part.inputs.index(k))
-    return tuple(found)

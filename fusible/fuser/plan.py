@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, product
+from itertools import accumulate, chain, product
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -47,55 +47,39 @@ class GradNeeds(NamedTuple):
     extra_inputs: tuple[bool, ...]
 
 
-_FACTS_OF_ALL = ("input", "dtype", "param_dtype", "requires_grad", "params_require_grad")
+_NO_GRAD = GradNeeds(False, False, (), ())
 
 
-@dataclass(frozen=True)
-class OpFacts:
-    """The facts of one basic op that conditions can read: declared ones, parameters, inputs.
+def facts_of_op(
+    declared: Mapping[str, Any],
+    extra_inputs: Mapping[str, TensorFacts],
+    needs: GradNeeds,
+    input: TensorFacts,
+    dtype: str,
+    param_dtype: str | None,
+) -> SimpleNamespace:
+    """The facts of one basic op that conditions read as ``this.<op>``.
 
     ``dtype`` is that of its output, in which it computes.
     """
-
-    facts: dict[str, Any]
-    param_dtype: str | None
-    extra_inputs: dict[str, TensorFacts]
-    input: TensorFacts
-    dtype: str
-
-    @staticmethod
-    def of_type(kind: Any, blank: TensorFacts) -> SimpleNamespace:
-        """The namespace that ``this.<op>`` reads, with blank values, of an op of a type."""
-        extra = [kind.extra_input_name(kind, slot) for slot in range(kind.num_extra_inputs)]
-        names = {*extra, *kind.extra_input_names}
-        facts = dict.fromkeys(kind.fact_names)
-        op = OpFacts(facts, None, dict.fromkeys(names, blank), blank, "")
-        return op.namespace(GradNeeds(False, False, (), ()))
-
-    def namespace(self, needs: GradNeeds) -> SimpleNamespace:
-        """The namespace that ``this.<op>`` reads."""
-        for name in self.facts:
-            if name in _FACTS_OF_ALL:
-                raise ValueError(
-                    f"fact_names of an op must not hold what all ops have "
-                    f"({', '.join(_FACTS_OF_ALL)}), got {name!r}; rename the attribute"
-                )
-        return SimpleNamespace(
-            **self.facts,
-            **self.extra_inputs,
-            input=self.input,
-            dtype=self.dtype,
-            param_dtype=self.param_dtype,
-            requires_grad=needs.requires_grad,
-            params_require_grad=any(needs.params),
-        )
+    of_all = {
+        "input": input,
+        "dtype": dtype,
+        "param_dtype": param_dtype,
+        "requires_grad": needs.requires_grad,
+        "params_require_grad": any(needs.params),
+    }
+    for name in declared:
+        if name in of_all:
+            raise ValueError(
+                f"fact_names of an op must not hold what all ops have ({', '.join(of_all)}), got "
+                f"{name!r}; rename the attribute"
+            )
+    return SimpleNamespace(**{**declared, **extra_inputs, **of_all})
 
 
-Facts = tuple[OpFacts, ...]
-"""Everything that conditions may read of one call, except recipe, target and gradients."""
-
-FactsOf = Callable[[dict[str, Any], int], SimpleNamespace]
-"""Makes the namespace ``this`` of ops that fit a pattern from an index on."""
+Facts = tuple[SimpleNamespace, ...]
+"""The facts of each op in one call (:func:`facts_of_op`)."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -114,32 +98,6 @@ class Refusal:
     def __repr__(self) -> str:
         where = f"ops[{self.start}:{self.start + len(self.ops)}]"
         return f"{self.rule.name} not used for {where}: {'; '.join(self.reasons)}"
-
-
-@dataclass(frozen=True)
-class FusionFunction:
-    """A user's fusion function, ``function(ops, *, recipe) -> ops``, called by its name."""
-
-    phase: Phase
-    function: Callable[..., Any]
-
-    @property
-    def name(self) -> str:
-        """The name of the function, or of the class of another callable."""
-        function = getattr(self.function, "func", self.function)  # of functools.partial
-        return getattr(function, "__name__", type(function).__name__)
-
-    @property
-    def variants(self) -> tuple[FusionFunction, ...]:
-        """Itself, as of a rule without rows of kernels."""
-        return (self,)
-
-    def places(self, ops: Sequence[Any]) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Any ops: a function decides when it is called."""
-        yield 0, {"ops": ops}
-
-    def __str__(self) -> str:
-        return "any ops"
 
 
 class Fusion(NamedTuple):
@@ -196,19 +154,9 @@ class Plan:
     autocast_dtype: Any
     target: Target
     facts: Facts = field(repr=False)
-    recipes: tuple[tuple[Any, bool], ...] = ()
-
-    def __post_init__(self) -> None:
-        """Find once whether each op's recipe quantizes."""
-        if self.recipes:
-            return
-        places = range(len(self.basic_ops))
-        own = [None if self.recipe is None else self.recipe.over(i, i + 1) for i in places]
-        recipes = tuple([(r, r is not None and r.quantizes) for r in own])
-        object.__setattr__(self, "recipes", recipes)
+    recipes: tuple[tuple[Any, bool], ...]
 
     def __repr__(self) -> str:
-        """The target, the recipe, and the ops of each pass."""
         forward, backward = (
             ", ".join([type(op).__name__ for op in ops])
             for ops in (self.forward_ops, self.backward_ops)
@@ -242,7 +190,7 @@ class Plan:
         """Names of the rules, and of the user's fusion functions, that fired."""
         return (*[f.name for _, f in self.fusions], *[f.name for f in self.kernels])
 
-    def require(self, rules: Sequence[Rule | FusionFunction]) -> None:
+    def require(self, rules: Sequence[Rule]) -> None:
         """Raise :class:`NotFused` with the reasons unless each of the rules and functions fired.
 
         Backward rules are exempt without a backward.
@@ -264,12 +212,11 @@ class Plan:
 def plan(
     ops: Sequence[Any],
     facts: Facts,
-    *,
     recipe: Any,
+    autocast_dtype: Any,
     target: Target,
     rules: Sequence[Rule],
     grad: Sequence[GradNeeds],
-    autocast_dtype: Any,
     user: UserFusions,
 ) -> Plan:
     """Plan a run of basic ops; pure, needs no device and runs no kernel.
@@ -277,12 +224,10 @@ def plan(
     The user's own fusions stand as they are; built-in rules take only ops that these leave, joint
     rules first, then forward and backward rules independently of each other.
     """
-    refusals: list[Refusal] = []
-    facts_of = _facts_reader(facts, recipe, target, grad)
+    matcher = _Matcher(ops, facts, recipe, target, grad)
 
     def scan(phase: Phase, taken: Sequence[Fusion]) -> list[Fusion]:
-        chosen = [r for r in rules if r.phase == phase]
-        return list(_scan(ops, chosen, taken, facts_of, refusals))
+        return list(matcher.scan([r for r in rules if r.phase == phase], taken))
 
     # A user's joint fusions are among the forward ones and the backward ones too.
     own = scan("joint", [*user.joint, *user.forward, *user.backward])
@@ -298,68 +243,94 @@ def plan(
         *(("backward", f) for f in backward if f not in joint),
     ]
     kernels = scan("kernels", [*forward, *backward])
+    recipes = [None if recipe is None else recipe.over(i, i + 1) for i, _ in enumerate(ops)]
     return Plan(
         tuple(ops),
         _covering(ops, forward),
         _covering(ops, backward),
         tuple(made),
         tuple(kernels),
-        tuple(refusals),
+        tuple(matcher.refusals),
         tuple(grad),
         recipe,
         autocast_dtype,
         target,
         facts,
+        tuple([(r, r is not None and r.quantizes) for r in recipes]),
     )
 
 
-def _scan(
-    ops: Sequence[Any],
-    rules: Sequence[Rule],
-    taken: Sequence[Fusion],
-    facts_of: FactsOf,
-    refusals: list[Refusal],
-) -> Iterator[Fusion]:
-    """The fusions of one pass over the ops, each by the first rule that fits; adds the refusals."""
-    blocked = {i for fusion in taken for i in range(fusion.start, fusion.stop)}
-    at = 0
-    while at < len(ops):
-        free = at
-        while free < len(ops) and free not in blocked:
-            free += 1
-        found, refused = _first_match(ops[:free], at, rules, facts_of)
-        refusals.extend(refused)
-        if found is not None:
-            rule, bound, covered = found
-            build = _build_kernels if rule.phase == "kernels" else _build_op
-            op = build(rule, bound, covered)
-            yield Fusion(at, at + len(covered), op, rule.name)
-            at += len(covered) - 1
-        at += 1
+class _Matcher:
+    """Matches rules to ops under the facts of one call; keeps the refusals."""
 
+    def __init__(
+        self,
+        ops: Sequence[Any],
+        facts: Facts,
+        recipe: Any,
+        target: Target,
+        grad: Sequence[GradNeeds],
+    ) -> None:
+        self._ops, self._facts, self._recipe, self._target = ops, facts, recipe, target
+        self._requires_grad = any(needs.requires_grad for needs in grad)
+        self.refusals: list[Refusal] = []
 
-def _first_match(
-    ops: Sequence[Any], at: int, rules: Sequence[Rule], facts_of: FactsOf
-) -> tuple[tuple[Rule, dict[str, Any], tuple[Any, ...]] | None, list[Refusal]]:
-    """The first rule that applies from ``at`` on, with the ops; and the refusals before it."""
-    refused: list[Refusal] = []
-    for rule in rules:
-        bound = rule.fit(ops, at)
-        if bound is None:
-            continue
-        covered = tuple(op for op in bound.values() if op is not None)
-        this = facts_of(bound, at)
-        for tried in rule.variants:
-            if this.mixed:
-                reasons: tuple[str, ...] = (
-                    f"its ops must run under one recipe, got {this.recipe}",
-                )
-            else:
-                reasons = tried.why_not(bound, this)
-            if not reasons:
-                return (tried, bound, covered), refused
-            refused.append(Refusal(tried, at, covered, reasons, not tried.applies_to_target(this)))
-    return None, refused
+    def scan(self, rules: Sequence[Rule], taken: Sequence[Fusion]) -> Iterator[Fusion]:
+        """The fusions of one pass over the ops not taken, each by the first rule that fits."""
+        blocked = {i for fusion in taken for i in range(fusion.start, fusion.stop)}
+        at, end = 0, len(self._ops)
+        while at < end:
+            free = next((i for i in range(at, end) if i in blocked), end)
+            fusion = self._first_match(self._ops[:free], at, rules)
+            if fusion is not None:
+                yield fusion
+            at = at + 1 if fusion is None else fusion.stop
+
+    def _first_match(self, ops: Sequence[Any], at: int, rules: Sequence[Rule]) -> Fusion | None:
+        """The fusion by the first rule that applies to these ops from ``at`` on."""
+        for rule in rules:
+            bound = rule.fit(ops, at)
+            if bound is None:
+                continue
+            covered = tuple(op for op in bound.values() if op is not None)
+            this = self.this(bound, at)
+            for tried in rule.variants:
+                mixed = f"its ops must run under one recipe, got {this.recipe}"
+                reasons = (mixed,) if this.mixed else tried.why_not(bound, this)
+                if not reasons:
+                    build = _build_kernels if tried.phase == "kernels" else _build_op
+                    return Fusion(at, at + len(covered), build(tried, bound, covered), tried.name)
+                other_target = not tried.applies_to_target(this)
+                self.refusals.append(Refusal(tried, at, covered, reasons, other_target))
+        return None
+
+    def this(self, bound: dict[str, Any], at: int) -> SimpleNamespace:
+        """The namespace ``this`` of ops that fit a pattern from an index on."""
+        count = sum(op is not None for op in bound.values())
+        recipe = None if self._recipe is None else self._recipe.over(at, at + count)
+        this = SimpleNamespace(
+            recipe="none" if recipe is None else recipe.name,
+            quantizes=recipe is not None and recipe.quantizes,
+            mixed=recipe is not None and recipe.is_mixed,
+            backward_override=_override(recipe),
+            fp8_products=recipe is None or recipe.fp8_products,
+            format=_format_facts(recipe, "name"),
+            scaling=_format_facts(recipe and recipe.of_fp8_products, "scaling"),
+            vectors=_format_facts(recipe, "vectors"),
+            sm=self._target.sm,
+            cudnn_frontend=self._target.cudnn_frontend,
+            cutlass_dsl=self._target.cutlass_dsl,
+            cuda_driver=self._target.cuda_driver,
+            device=self._target.device,
+            dtype=self._facts[at].dtype,
+            input=self._facts[at].input,
+            requires_grad=self._requires_grad,
+        )
+        for name, op in bound.items():
+            if op is not None:
+                setattr(this, name, self._facts[at])
+                at += 1
+        return this
 
 
 def _build_kernels(rule: Rule, bound: dict[str, Any], ops: Sequence[Any]) -> Any:
@@ -386,39 +357,6 @@ def _build_op(rule: Rule, bound: dict[str, Any], ops: Sequence[Any]) -> Any:
     return op
 
 
-def _facts_reader(
-    facts: Facts, run_recipe: Any, target: Target, grad: Sequence[GradNeeds]
-) -> FactsOf:
-    def facts_of(bound: dict[str, Any], at: int) -> SimpleNamespace:
-        count = sum(op is not None for op in bound.values())
-        recipe = None if run_recipe is None else run_recipe.over(at, at + count)
-        this = SimpleNamespace(
-            recipe="none" if recipe is None else recipe.name,
-            quantizes=recipe is not None and recipe.quantizes,
-            mixed=recipe is not None and recipe.is_mixed,
-            backward_override=_override(recipe),
-            fp8_products=recipe is None or recipe.fp8_products,
-            format=_format_facts(recipe, "name"),
-            scaling=_format_facts(recipe and recipe.of_fp8_products, "scaling"),
-            vectors=_format_facts(recipe, "vectors"),
-            sm=target.sm,
-            cudnn_frontend=target.cudnn_frontend,
-            cutlass_dsl=target.cutlass_dsl,
-            cuda_driver=target.cuda_driver,
-            device=target.device,
-            dtype=facts[at].dtype,
-            input=facts[at].input,
-            requires_grad=any(needs.requires_grad for needs in grad),
-        )
-        for name, op in bound.items():
-            if op is not None:
-                setattr(this, name, facts[at].namespace(grad[at]))
-                at += 1
-        return this
-
-    return facts_of
-
-
 def check_facts(rule: Rule) -> None:
     """Check that the conditions of a rule read facts that exist wherever its pattern fits.
 
@@ -427,7 +365,8 @@ def check_facts(rule: Rule) -> None:
     """
     blank = TensorFacts("", "", None, False, 0)
     for kinds in product(*[slot.types for slot in rule.pattern]):
-        this = _facts_reader((OpFacts({}, None, {}, blank, ""),), None, Target("cpu"), ())({}, 0)
+        none = facts_of_op({}, {}, _NO_GRAD, blank, "", None)
+        this = _Matcher((), (none,), None, Target("cpu"), ()).this({}, 0)
         for slot, kind in zip(rule.pattern, kinds, strict=True):
             if hasattr(this, slot.name):
                 raise ValueError(
@@ -435,7 +374,7 @@ def check_facts(rule: Rule) -> None:
                     f"({', '.join(sorted(vars(this)))}), got {slot.name!r}"
                 )
             if not slot.optional:  # which has no facts where it is left out
-                setattr(this, slot.name, OpFacts.of_type(kind, blank))
+                setattr(this, slot.name, _blank_facts(kind, blank))
         for path in rule.paths:
             try:
                 path.read(this)
@@ -443,6 +382,13 @@ def check_facts(rule: Rule) -> None:
                 raise ValueError(
                     f"the conditions of the rule {rule.name} must read facts: {error}"
                 ) from error
+
+
+def _blank_facts(kind: Any, blank: TensorFacts) -> SimpleNamespace:
+    extra = [kind.extra_input_name(kind, slot) for slot in range(kind.num_extra_inputs)]
+    inputs = dict.fromkeys({*extra, *kind.extra_input_names}, blank)
+    declared = dict.fromkeys(kind.fact_names)
+    return facts_of_op(declared, inputs, _NO_GRAD, blank, "", None)
 
 
 def _override(recipe: Any) -> str | None:
@@ -479,14 +425,11 @@ def joined(plans: Sequence[Plan]) -> Plan | None:
         return plans[0] if plans else None
     starts = accumulate([len(p.basic_ops) for p in plans[:-1]], initial=0)
     placed = list(zip(plans, starts, strict=True))
+    names = ("recipes", "basic_ops", "forward_ops", "backward_ops", "grad", "facts")
+    by_op: Any = {name: tuple(chain(*[getattr(p, name) for p in plans])) for name in names}
     return replace(
         plans[0],
-        recipes=tuple(of_op for p in plans for of_op in p.recipes),
-        basic_ops=tuple(op for p in plans for op in p.basic_ops),
-        forward_ops=tuple(op for p in plans for op in p.forward_ops),
-        backward_ops=tuple(op for p in plans for op in p.backward_ops),
-        grad=tuple(needs for p in plans for needs in p.grad),
-        facts=tuple(of_op for p in plans for of_op in p.facts),
+        **by_op,
         fusions=tuple((phase, f.shifted(at)) for p, at in placed for phase, f in p.fusions),
         kernels=tuple(f.shifted(at) for p, at in placed for f in p.kernels),
         refusals=tuple(replace(r, start=r.start + at) for p, at in placed for r in p.refusals),

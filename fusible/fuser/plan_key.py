@@ -15,10 +15,7 @@ from fusible.fuser.target import Target
 
 
 class PlanKey(NamedTuple):
-    """The plan key: all that a plan may depend on in one call, hashable.
-
-    Without the ops' own facts, which are frozen when a run captures its ops.
-    """
+    """All that a plan may depend on in one call but the ops' own frozen facts; hashable."""
 
     recipe: Any
     autocast_dtype: torch.dtype | None
@@ -26,14 +23,11 @@ class PlanKey(NamedTuple):
     device: torch.device
     assumed: str | None
     registry_version: int
-    sources: tuple[int, ...]
-    """The first place of each input among the inputs: equal for the same tensor."""
-    inputs: tuple[tuple[torch.dtype, torch.device, bool], ...]
-    """The dtype, the device and ``requires_grad`` of each input."""
+    sources: tuple[int, ...]  # the first place of each input among these: equal for the same tensor
+    inputs: tuple[tuple[torch.dtype, torch.device, bool], ...]  # with their ``requires_grad``
     features: tuple[int | None, ...]
     """The features of each input that a rule reads them of, else None; empty if none does."""
-    param_counts: tuple[int, ...]
-    """How many parameters each op has."""
+    param_counts: tuple[int, ...]  # of each op
     param_dtypes: tuple[torch.dtype, ...]
     params_require_grad: tuple[bool, ...]
 

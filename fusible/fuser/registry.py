@@ -11,7 +11,7 @@ import torch
 
 from fusible.arguments import check_bools
 from fusible.fuser.conditions import UNKNOWN
-from fusible.fuser.plan import FusionFunction, UserFusions, check_cover, check_facts, cover
+from fusible.fuser.plan import UserFusions, check_cover, check_facts, cover
 from fusible.fuser.rules import Phase, Rule
 from fusible.names import did_you_mean
 from fusible.recipes.recipe import Recipe
@@ -25,7 +25,7 @@ class Registry:
 
     def __init__(self) -> None:
         self.rules: tuple[Rule, ...] = ()
-        self.functions: tuple[FusionFunction, ...] = ()
+        self.functions: tuple[Rule, ...] = ()
         self.version = 0
         self.has_users = False
         """Whether a rule or a function is a user's."""
@@ -33,73 +33,14 @@ class Registry:
     def install(self, rules: Sequence[Rule]) -> None:
         """Set the built-in rules, in order of priority."""
         self.rules = tuple(rules)
-        self._changed()
+        self.changed()
 
-    def add_rule(self, rule: Rule, before: str | None = None, after: str | None = None) -> None:
-        """See :func:`register_rule`."""
-        if not isinstance(rule, Rule):
-            raise TypeError(f"a rule must be made by fusible.extend.rule, got {rule!r}")
-        if any(rule.name in _names(known) for known in self.rules):
-            raise ValueError(
-                f"a rule's name must be new, got {rule.name!r}; rename its function, or remove "
-                "the earlier one with unregister_rule"
-            )
-        if before is not None and after is not None:
-            raise ValueError(
-                f"a rule must be placed before another or after one, got {before!r} and {after!r}"
-            )
-        for variant in rule.variants:
-            check_facts(variant)
-            check_names(variant)
-        at = 0
-        if neighbour := before or after:
-            self._named(neighbour, self.rules)
-            at = [neighbour in _names(known) for known in self.rules].index(True)
-            at += after is not None
-        self.install((*self.rules[:at], rule, *self.rules[at:]))
-
-    def remove_rule(self, rule: Rule | Callable[..., Any] | str) -> None:
-        """See :func:`unregister_rule`."""
-        found: list[Any] = [known for known in self.functions if known.function == rule]
-        if not found:
-            known: list[Any] = [*self.rules, *self.functions]
-            name = str(getattr(rule, "name", rule))
-            self._named(name, known)
-            found = [each for each in self.functions if each.name == name]
-            self.rules = tuple(left for each in self.rules if (left := each.without(name)))
-        self.functions = tuple(known for known in self.functions if known not in found)
-        self._changed()
-
-    def rule(self, name: str) -> Any:
+    def rule(self, name: str) -> Rule:
         """The rule or the user's function of that name; ValueError names those there are."""
-        return self._named(name, [*self.rules, *self.functions])
+        return _named(name, [*self.rules, *self.functions])
 
-    def _named(self, name: str, among: Iterable[Any]) -> Any:
-        by_name = {known.name: known for rule in among for known in (rule, *rule.variants)}
-        if name in by_name:
-            return by_name[name]
-        raise ValueError(
-            f"a fusion rule must be one of {', '.join(by_name)}, got {name!r}"
-            f"{did_you_mean(name, by_name)}"
-        )
-
-    def add(self, phase: Phase, function: Callable[..., Any], prepend: bool) -> None:
-        """Add a user's fusion function.
-
-        Raises:
-            TypeError: it cannot be called so, or ``prepend`` is no bool.
-        """
-        if not callable(function) or not _has_fusion_signature(function):
-            raise TypeError(
-                f"a fusion must be a function func(ops, *, recipe) -> ops, got {function!r}"
-            )
-        check_bools("a fusion", prepend=prepend)
-        added = FusionFunction(phase, function)
-        if added not in self.functions:
-            self.functions = (added, *self.functions) if prepend else (*self.functions, added)
-            self._changed()
-
-    def _changed(self) -> None:
+    def changed(self) -> None:
+        """Note that the rules or functions are others than before."""
         self.version += 1
         builds = [rule.build for rule in self.rules]
         self.has_users = bool(self.functions) or not all(map(is_ours, builds))
@@ -112,7 +53,7 @@ class Registry:
             current = list(start)
             for user in [user for user in self.functions if user.phase == phase]:
                 name = user.name
-                returned = user.function(current, recipe=recipe)
+                returned = user.build(current, recipe=recipe)
                 current = list(returned) if isinstance(returned, Iterable) else [returned]
                 if not all(hasattr(op, "basic_ops") for op in current):
                     raise TypeError(f"the fusion {name} must return ops, got {returned!r:.200}")
@@ -135,8 +76,18 @@ class Registry:
         return UserFusions(joint, forward, backward)
 
 
+def _named(name: str, among: Iterable[Rule]) -> Rule:
+    """The rule, variant or function of that name; ValueError names those there are."""
+    by_name = {known.name: known for rule in among for known in (rule, *rule.variants)}
+    if name in by_name:
+        return by_name[name]
+    raise ValueError(
+        f"a fusion rule must be one of {', '.join(by_name)}, got {name!r}"
+        f"{did_you_mean(name, by_name)}"
+    )
+
+
 def _names(rule: Rule) -> tuple[str, ...]:
-    """The name of a rule and those of its variants."""
     return (rule.name, *[variant.name for variant in rule.variants])
 
 
@@ -163,7 +114,7 @@ def check_names(rule: Rule) -> None:
                 f"recipe is called yet; there are {', '.join(recipes)}"
                 f"{did_you_mean(str(value), recipes)}",
                 UserWarning,
-                stacklevel=4,
+                stacklevel=3,
             )
         # These are always the fuser's: an op cannot have facts of its own by these names.
         is_dtype = path.names[-1:] in (("dtype",), ("param_dtype",))
@@ -176,7 +127,6 @@ def check_names(rule: Rule) -> None:
 
 
 def _recipe_names(kind: type[Recipe]) -> Iterator[str]:
-    """The names of a class of recipes and of all those derived from it."""
     yield str(kind.name)
     for derived in kind.__subclasses__():
         yield from _recipe_names(derived)
@@ -211,7 +161,27 @@ def register_rule(rule: Rule, *, before: str | None = None, after: str | None = 
         ValueError: there is a rule of that name, none of the name given, or a condition reads what
             is no fact.
     """
-    registry.add_rule(rule, before, after)
+    if not isinstance(rule, Rule):
+        raise TypeError(f"a rule must be made by fusible.extend.rule, got {rule!r}")
+    rules = registry.rules
+    if any(rule.name in _names(known) for known in rules):
+        raise ValueError(
+            f"a rule's name must be new, got {rule.name!r}; rename its function, or remove "
+            "the earlier one with unregister_rule"
+        )
+    if before is not None and after is not None:
+        raise ValueError(
+            f"a rule must be placed before another or after one, got {before!r} and {after!r}"
+        )
+    for variant in rule.variants:
+        check_facts(variant)
+        check_names(variant)
+    at = 0
+    if neighbour := before or after:
+        _named(neighbour, rules)
+        at = [neighbour in _names(known) for known in rules].index(True)
+        at += after is not None
+    registry.install((*rules[:at], rule, *rules[at:]))
 
 
 def unregister_rule(rule: Rule | Callable[..., Any] | str) -> None:
@@ -220,12 +190,33 @@ def unregister_rule(rule: Rule | Callable[..., Any] | str) -> None:
     Raises:
         ValueError: there is none of that name.
     """
-    registry.remove_rule(rule)
+    found = [known for known in registry.functions if known.build == rule]
+    if not found:
+        name = str(getattr(rule, "name", rule))
+        registry.rule(name)
+        found = [known for known in registry.functions if known.name == name]
+        registry.rules = tuple(left for known in registry.rules if (left := known.without(name)))
+    registry.functions = tuple(known for known in registry.functions if known not in found)
+    registry.changed()
 
 
 def fusion_rules() -> tuple[Rule, ...]:
     """All rules in order of priority: your own, then the built-in ones."""
     return registry.rules
+
+
+def _register(phase: Phase, function: Callable[..., Any], prepend: bool) -> None:
+    if not callable(function) or not _has_fusion_signature(function):
+        raise TypeError(
+            f"a fusion must be a function func(ops, *, recipe) -> ops, got {function!r}"
+        )
+    check_bools("a fusion", prepend=prepend)
+    of = getattr(function, "func", function)  # of functools.partial
+    name = getattr(of, "__name__", type(of).__name__)
+    added, known = Rule(name, phase, (), (), function, ""), registry.functions
+    if added not in known:
+        registry.functions = (added, *known) if prepend else (*known, added)
+        registry.changed()
 
 
 def register_forward_backward_fusion(
@@ -238,7 +229,7 @@ def register_forward_backward_fusion(
     requirements, and again for each part of a run between formulas that autograd differentiates;
     ``prepend`` puts this one before the user's others.
     """
-    registry.add("joint", op_fusion_func, prepend)
+    _register("joint", op_fusion_func, prepend)
 
 
 def register_forward_fusion(op_fusion_func: Callable[..., Any], prepend: bool = False) -> None:
@@ -248,7 +239,7 @@ def register_forward_fusion(op_fusion_func: Callable[..., Any], prepend: bool = 
     saved state, since the basic ops' own backwards (or another fusion of them) will read it. See
     :func:`register_forward_backward_fusion` for when functions run.
     """
-    registry.add("forward", op_fusion_func, prepend)
+    _register("forward", op_fusion_func, prepend)
 
 
 def register_backward_fusion(op_fusion_func: Callable[..., Any], prepend: bool = False) -> None:
@@ -257,4 +248,4 @@ def register_backward_fusion(op_fusion_func: Callable[..., Any], prepend: bool =
     The fused op's backward reads the state that each basic op documents, whichever forward saved
     it. See :func:`register_forward_backward_fusion` for when functions run.
     """
-    registry.add("backward", op_fusion_func, prepend)
+    _register("backward", op_fusion_func, prepend)

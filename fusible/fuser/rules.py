@@ -46,7 +46,8 @@ class Rule:
     ``"forward"`` or ``"backward"`` (interchangeable with the ops' own); or ``"kernels"``, which
     replaces nothing: it selects the kernels of one op that no fusion covers.
 
-    With rows of ``kernels`` it is tried with each in turn, as a rule of their joint name.
+    With rows of ``kernels`` it is tried with each in turn, as a rule of their joint name. A user's
+    fusion function is a rule without a pattern, which decides itself what it replaces.
     """
 
     name: str
@@ -137,7 +138,7 @@ class Rule:
         return tuple(reasons)
 
     def __str__(self) -> str:
-        return " + ".join(map(str, self.pattern))
+        return " + ".join(map(str, self.pattern)) or "any ops"
 
 
 def rule(

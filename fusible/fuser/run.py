@@ -7,8 +7,9 @@ import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from itertools import count
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,8 @@ from fusible.fuser.node import (
     deduplicated,
     run_fast_path,
     run_formula,
-    run_without_graph,
+    run_forward,
+    without_views,
 )
 from fusible.fuser.op_facts import facts_of_ops, features_read, gradient_needs
 from fusible.fuser.own_recipes import recipe_of_ops
@@ -63,26 +65,17 @@ class _Traced:
 ScheduleFor = Callable[["Run", PlanKey], Schedule]
 
 
-class _Observation(threading.local):
-    """The source of schedules on this thread, where ``explain`` replaces it."""
-
-    schedule_for: ScheduleFor | None = None
-
-
-_observation = _Observation()
+_observed: ContextVar[ScheduleFor | None] = ContextVar("_observed", default=None)
 
 
 @contextmanager
 def observed(schedule_for: ScheduleFor) -> Iterator[None]:
-    """Run what ``schedule_for(run, plan key)`` gives for every call on this thread.
-
-    No plan is cached.
-    """
-    outer, _observation.schedule_for = _observation.schedule_for, schedule_for
+    """Run what ``schedule_for(run, plan key)`` gives for every call in this context, uncached."""
+    token = _observed.set(schedule_for)
     try:
         yield
     finally:
-        _observation.schedule_for = outer
+        _observed.reset(token)
 
 
 class Run:
@@ -151,8 +144,8 @@ class Run:
                 fix_features(inputs)
             constants = None if recipe is None else recipe.as_constants()
             schedule = getattr(self._traced, self._trace_schedule(constants, key[1:]))
-        elif _observation.schedule_for is not None:
-            schedule = _observation.schedule_for(self, PlanKey(*key))
+        elif (schedule_for := _observed.get()) is not None:
+            schedule = schedule_for(self, PlanKey(*key))
         else:
             schedule = self._schedules.get(key) or self._first_schedule(key, operands, kwargs)
             self._schedule = schedule
@@ -165,13 +158,18 @@ class Run:
         if schedule.is_formula:
             return run_formula(schedule, self.ops[0].formula_of(len(params[0])), operands)
         if not schedule.plan.grad[-1].requires_grad:
-            outputs = tuple(run_without_graph(schedule, operands, kwargs, tracing))
+            made, _ = run_forward(schedule, operands, kwargs)
+            outputs = tuple(made if tracing else without_views(schedule, kwargs, made, operands))
         elif tracing:
             tensors, slots = deduplicated(operands)
             outputs = RunFunction.apply(schedule, slots, kwargs, *tensors)
         else:
             if torch._C._are_functorch_transforms_active():
-                _refuse_transform()
+                raise RuntimeError(
+                    "fusible ops must not need gradients inside a transform of torch.func (grad, "
+                    "vmap, jvp, ...), which cannot follow their backward, got one that does; use "
+                    "torch.autograd, which torch.func.functional_call goes with, or no_grad()"
+                )
             outputs = RunFunction.apply(schedule, None, kwargs, *operands)
         outputs = _as_returned(schedule, outputs, inputs[1:]) if tracing else outputs
         return outputs if len(outputs) > 1 else outputs[0]
@@ -184,7 +182,6 @@ class Run:
         params: Sequence[tuple[Tensor, ...]],
         recipe: Recipe | None,
     ) -> Any:
-        """Run the parts, each with a plan of its own."""
 
         def call(part: Part, x: Tensor, extra_inputs: Sequence[Tensor]) -> Any:
             of_ops = kwargs and kwargs[part.ops]
@@ -206,7 +203,6 @@ class Run:
         return of_parts(self._schedule.plan, plans) if plans and all(plans) else self._schedule.plan
 
     def __repr__(self) -> str:
-        """Name the ops."""
         return f"Run({', '.join(type(op).__name__ for op in self.ops)})"
 
     def _own_recipe(self, recipe: Recipe | None) -> Recipe | None:
@@ -399,7 +395,7 @@ class Run:
         self, _: int, ops: slice, wiring: Wiring, outputs: Sequence[Output]
     ) -> tuple[dict[str, Any], Sequence[Output]]:
         """A run of some of the ops, with the required rules that fit there."""
-        rules = [rule for rule in self.require if isinstance(rule, Rule)]
+        rules = [rule for rule in self.require if rule.pattern]
         run = Run(self.ops[ops], rules, wiring)
         run.paths = self.paths[ops]
         return {"call": run}, outputs
@@ -420,16 +416,10 @@ class Run:
         if user is None:
             user = registry.apply(self.ops, key.recipe)
             keep(self._user, user_key, user, MOST_PLANS)
-        return plan(
-            self.ops,
-            facts_of_ops(self.ops, self._facts, self.wiring, key, target, grad, registry.rules),
-            recipe=key.recipe,
-            autocast_dtype=key.autocast_dtype,
-            target=target,
-            rules=registry.rules,
-            grad=grad,
-            user=user,
-        )
+        rules = registry.rules
+        facts = facts_of_ops(self.ops, self._facts, self.wiring, key, target, grad, rules)
+        recipe, autocast_dtype = key.recipe, key.autocast_dtype
+        return plan(self.ops, facts, recipe, autocast_dtype, target, rules, grad, user)
 
 
 def _as_returned(
@@ -444,16 +434,7 @@ def _as_returned(
     return outputs if returned is None else (returned(outputs[0], extra_inputs), *outputs[1:])
 
 
-def _refuse_transform() -> NoReturn:
-    raise RuntimeError(
-        "fusible ops must not need gradients inside a transform of torch.func (grad, "
-        "vmap, jvp, ...), which cannot follow their backward, got one that does; use "
-        "torch.autograd, which torch.func.functional_call goes with, or no_grad()"
-    )
-
-
 def _log_plan(plan: Plan) -> None:
-    """Log what a plan fuses, once for all equal plans."""
     if logger.isEnabledFor(logging.INFO):
         summary = plan.summary()
         log_once(logger, logging.INFO, "planned %s", summary)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from types import TracebackType
 from typing import NamedTuple
 
 import torch
@@ -25,15 +24,6 @@ class SavedRowsPool:
     pre-activation, one after another, and its backward copies them back. So saved rows take the
     memory of those in use, and the copies take time. Nothing synchronises with the host. Outputs
     and gradients have the same bits as without a pool.
-
-    ::
-
-        pool = fusible.SavedRowsPool(2 << 30)
-        for tokens in batches:  # or in a captured CUDA graph
-            with pool:
-                loss = model(tokens)
-            loss.backward()
-        assert not pool.overflowed()  # synchronises
 
     ``with pool:`` begins a step. All forwards of a step are inside, and their backwards run before
     the pool is entered again; a later backward raises RuntimeError. Rows that do not fit are
@@ -74,12 +64,7 @@ class SavedRowsPool:
         _active.pool, self._is_entered = self, True
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         _active.pool, self._is_entered = None, False
 
     def peak_bytes(self) -> int:
@@ -111,8 +96,7 @@ class SavedRowsPool:
                 f"{saved.step} in step {self._step}; enter the pool once around all forwards of a "
                 "step"
             )
-        memory, given = self._memory, (saved.copy, _COPIES, saved.shape, saved.dtype)
-        return restore(memory, saved.ends, *given)
+        return restore(self._memory, saved.ends, saved.copy, _COPIES, saved.shape, saved.dtype)
 
 
 class SavedRows(NamedTuple):

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from fusible.fuser.conditions import UNKNOWN
-from fusible.fuser.context import OperationContext
+from fusible.fuser.context import OperationContext, call_fuser_backward, call_fuser_forward
 from fusible.fuser.op_facts import declares_dtypes
 from fusible.fuser.overlap import Overlap, overlaps
 from fusible.fuser.partition import Partition
 from fusible.fuser.plan import Plan
 from fusible.fuser.registry import is_ours
-from fusible.fuser.te_ops import call_fuser_backward, call_fuser_forward
 from fusible.fuser.wiring import Output, Wiring
 from fusible.recipes.autocast import autocast
 
@@ -32,41 +31,32 @@ class ScheduledStep(NamedTuple):
     """One op of a plan, ready to run: ops[start:stop], and for each where extra inputs are from."""
 
     op: Any
-    run: Callable[..., Any]
-    """The op's forward or backward, by the contexts, its input and the extra inputs, or the
-    gradients of its outputs; outside of ``torch.autocast`` if it casts by itself."""
+    run: Callable[..., Any]  # its forward or backward
     start: int
     stop: int
     sources: tuple[tuple[Output, ...], ...]
     num_extra_outputs: list[int]
-    num_grads: tuple[list[int], list[int]]
     quantizers: tuple[Any, Any, Any] | None
     """How the previous op wants the gradient, how the next op wants the output, and how the next op
     quantizes the output's gradient; None without a recipe."""
-    is_users: bool
-    """Whether the op, or the method that runs, is not of this package: what it returns is checked.
-    """
-    derived: torch.dtype | None
-    """The output's dtype, where a plan goes by one that the op does not declare."""
+    is_users: bool  # whether the op or the method is not of this package: results are checked
+    derived: torch.dtype | None  # the output's, where a plan goes by one that is not declared
     cast_from: torch.dtype | None
     """Under a recipe, the dtype of an input from another op that this one casts: its gradient is
     cast back before it is quantized, as where the ops run one by one."""
-    label: str
-    """The op and its place, as profilers show it."""
-    overlap: Overlap | None
-    """Ops that run during the communication of this one."""
-    reads: tuple[Overlap, ...]
-    """Overlaps of earlier ops whose outputs this step is the first to read."""
+    label: str  # the op and its place, as profilers show it
+    overlap: Overlap | None  # the ops that run during the communication of this one
+    reads: tuple[Overlap, ...]  # those of earlier ops whose outputs this step is the first to read
 
 
 class FastPath(Protocol):
     """A faster path for a plan with one op in the forward: an autograd function without contexts.
 
-    The operands are the inputs and then the parameters. The results are those of the op.
+    The operands are the inputs and then the parameters.
     """
 
     def prepared(self, *operands: Tensor) -> Any:
-        """The launches for these operands, or None if the fast path does not support them."""
+        """The launches for these operands, None if it does not support them."""
 
     def forward(self, prepared: Any, *operands: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
         """The output, and what the backward reads."""
@@ -88,7 +78,7 @@ class FastPath(Protocol):
 class Expected(NamedTuple):
     """The output of the basic ops of a user's fused op, and how many tensors each saves.
 
-    The latter is None where the fused op runs the backward too, which reads what it likes.
+    The latter is None where the fused op has a backward of its own.
     """
 
     shape: torch.Size
@@ -97,17 +87,15 @@ class Expected(NamedTuple):
     saved: tuple[int, ...] | None
 
     def check(self, op: Any, output: Tensor, contexts: Sequence[OperationContext]) -> None:
-        """Refuse another output, or another number of saved tensors.
-
-        Raises:
-            RuntimeError: naming the op.
-        """
+        """Raise RuntimeError for another output, or another number of saved tensors."""
         parts = " + ".join(type(part).__name__ for part in op.basic_ops)
         got = output.shape, output.dtype, output.device
-        if got != (self.shape, self.dtype, self.device):
+        if got != self[:3]:
+            wanted, given = (
+                f"{t} of shape {tuple(size)} on {on}" for size, t, on in (self[:3], got)
+            )
             raise RuntimeError(
-                f"{type(op).__name__} must return what {parts} would, {_described(*self[:3])}, got "
-                f"{_described(*got)}"
+                f"{type(op).__name__} must return what {parts} would, {wanted}, got {given}"
             )
         saved = tuple(map(num_saved, contexts))
         if self.saved is not None and saved != self.saved:
@@ -123,20 +111,16 @@ def num_saved(context: OperationContext) -> int:
     return len(context.to_save) if context.requires_grad else 0
 
 
-def _described(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
-    return f"{dtype} of shape {tuple(shape)} on {device}"
-
-
 class Diagnostics:
-    """Data for finding and describing errors of a schedule's ops; unused in compiled code.
+    """What errors of a schedule's ops are found and described by.
 
-    Attributes:
-        root: a weak reference to the outermost module in whose call the schedule was made.
-        expected: what users' fused ops that have not run yet must give.
+    No tuple, all of whose fields compiled code would read, the weak reference too.
     """
 
     def __init__(self, module: nn.Module | None) -> None:
+        # The outermost module in whose call the schedule was made.
         self.root = (lambda: None) if module is None else weakref.ref(module)
+        # What users' fused ops that have not run yet must give.
         self.expected: dict[Any, Expected] = {}
 
 
@@ -149,19 +133,13 @@ class Schedule(NamedTuple):
     backward: tuple[ScheduledStep, ...]  # the last op first
     dtypes: tuple[torch.dtype, ...]  # of the inputs, then of the parameters
     params: tuple[slice, ...]  # where each op's parameters are among these
-    kernels: Sequence[tuple[int, Any]]
-    """The kernels selected for ops, by index."""
+    kernels: Sequence[tuple[int, Any]]  # those selected for ops, by index
     fast_path: FastPath | None
-    writes_inputs: bool
-    """Whether an op of the forward writes to extra inputs."""
-    writes_grads: bool
-    """Whether an op of the backward writes to gradients, if they are the run's own."""
-    is_formula: bool
-    """Whether it is one op with a formula and nothing else, which autograd differentiates."""
-    partition: Partition | None
-    """What runs in the place of all the ops, if so: such formulas, and the runs between them."""
-    accumulating: Sequence[int]
-    """Indices of the ops that add to their parameters' gradients themselves."""
+    writes_inputs: bool  # whether an op of the forward writes to extra inputs
+    writes_grads: bool  # whether an op of the backward writes to gradients
+    is_formula: bool  # whether it is one op with only a formula, which autograd differentiates
+    partition: Partition | None  # what runs instead, if so: such formulas, and runs between them
+    accumulating: Sequence[int]  # the ops that add to their parameters' gradients themselves
     diagnostics: Diagnostics
 
 
@@ -172,20 +150,18 @@ def schedule_steps(
     ops: Sequence[Any],
     direction: Literal["forward", "backward"],
 ) -> tuple[ScheduledStep, ...]:
-    """The steps of a plan's forward or backward, in order, with what their execution looks up."""
+    """The steps of a plan's forward or backward, in order."""
     ends = [0, *accumulate(len(op.basic_ops) for op in ops)]
     spans = [(op, *span) for op, span in zip(ops, pairwise(ends), strict=True)]
     overlapping = list(overlaps(plan.basic_ops, wiring, spans))
     scheduled = []
     for op, start, stop in spans:
-        needs = plan.grad[start:stop]
-        uses_impl = op.uses_impl(direction)
-        if direction == "forward":
-            run = op.forward_impl if op.is_fused_op else op.run_forward
-            run = run if uses_impl else partial(call_fuser_forward, op)
+        if uses_impl := op.uses_impl(direction):
+            own = f"{direction}_impl" if op.is_fused_op else f"run_{direction}"
+            run: Callable[..., Any] = getattr(op, own)
         else:
-            run = op.backward_impl if op.is_fused_op else op.run_backward
-            run = run if uses_impl else partial(call_fuser_backward, op)
+            call = call_fuser_forward if direction == "forward" else call_fuser_backward
+            run = partial(call, op)
         scheduled.append(
             ScheduledStep(
                 op,
@@ -197,7 +173,6 @@ def schedule_steps(
                     for of_op in wiring.sources[start:stop]
                 ),
                 [basic.num_extra_outputs for basic in op.basic_ops],
-                ([len(n.params) for n in needs], [len(n.extra_inputs) for n in needs]),
                 _quantizers(plan, wiring, start, stop),
                 not (uses_impl and is_ours(type(op))),
                 _derived(plan, stop),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from html import escape
-from itertools import count
 from typing import Any
 
 from fusible.fuser.plan import Plan
@@ -29,7 +28,7 @@ def draw(runs: Sequence[tuple[str, Wiring, Plan]]) -> str:
     body: list[str] = []
     top = 20
     names = max([_names_width(wiring, plan) for _, wiring, plan in runs], default=0)
-    lanes = max([len(set(_lanes(wiring).values())) for _, wiring, _ in runs], default=0)
+    lanes = max([len(_lanes(wiring)) for _, wiring, _ in runs], default=0)
     left = _EDGE + _LANE * lanes + names
     for title, wiring, plan in runs:
         body.extend(_run(title, wiring, plan, top, left, left - names))
@@ -94,11 +93,11 @@ def _extra_tensors(
     for i, sources in enumerate(wiring.sources):
         op = plan.basic_ops[i]
         for slot, source in enumerate(sources):
-            y = _input_port(top, i, slot, op)
+            y = _port(top, i, slot, op)
             if source[0] == CALLER:
                 yield _arrow(first_lane, y, left, y)
             else:
-                start = _output_port(top, *source, plan.basic_ops[source[0]])
+                start = _port(top, *source, plan.basic_ops[source[0]], is_output=True)
                 lane = first_lane - _LANE * lanes[source]
                 yield (
                     f'<path class="channel" marker-end="url(#channeltip)" '
@@ -109,26 +108,18 @@ def _extra_tensors(
 
 
 def _lanes(wiring: Wiring) -> dict[Output, int]:
-    """The lane in which each extra output that an op reads runs down: apart if alive together."""
+    """The lane in which each extra output that an op reads runs down: the longest farthest out."""
     ends = {source: max(ops) for source, ops in wiring.consumers.items() if ops}
-    lanes: dict[Output, int] = {}
-    for source in sorted(ends, key=lambda s: ends[s] - s[0]):
-        taken = {x for s, x in lanes.items() if s[0] <= ends[source] and source[0] <= ends[s]}
-        lanes[source] = next(x for x in count() if x not in taken)
-    return lanes
+    by_length = sorted(ends, key=lambda source: ends[source] - source[0])
+    return {source: lane for lane, source in enumerate(by_length)}
 
 
-def _input_port(top: int, place: int, slot: int, op: Any) -> int:
-    """How high an extra input enters the box of an op: in its upper part if outputs leave it."""
-    height = _INPUTS if op.num_extra_outputs else _BOX_HEIGHT
-    return top + _ROW * place + height * (slot + 1) // (op.num_extra_inputs + 1)
-
-
-def _output_port(top: int, place: int, slot: int, op: Any) -> int:
-    """How high an extra output leaves the box of an op: in its lower part if inputs enter it."""
-    above = _INPUTS if op.num_extra_inputs else 0
-    height = _BOX_HEIGHT - above
-    return top + _ROW * place + above + height * (slot + 1) // (op.num_extra_outputs + 1)
+def _port(top: int, place: int, slot: int, op: Any, is_output: bool = False) -> int:
+    """How high an extra tensor enters or leaves an op's box: inputs above outputs."""
+    inputs, outputs = op.num_extra_inputs, op.num_extra_outputs
+    middle = _INPUTS if inputs and outputs else _BOX_HEIGHT if inputs else 0
+    above, below, count = (middle, _BOX_HEIGHT, outputs) if is_output else (0, middle, inputs)
+    return top + _ROW * place + above + (below - above) * (slot + 1) // (count + 1)
 
 
 def _box(x: int, y: int, height: int, op: Any) -> Iterator[str]:

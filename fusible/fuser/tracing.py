@@ -14,12 +14,9 @@ T = TypeVar("T")
 
 
 def constant_when_traced(function: F) -> F:
-    """Run a method in Python while ``torch.compile`` traces, and take its result as a constant.
+    """``torch.compiler.assume_constant_result`` without importing the compiler, for methods only.
 
-    Methods only: torch 2.11 takes no module as an argument of such a function.
-
-    ``torch.compiler.assume_constant_result`` without importing the compiler, which takes seconds:
-    it sets the same mark.
+    The method then runs in Python. torch 2.11 takes no module as an argument of a function.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
@@ -54,8 +51,7 @@ class WeakGroups(Generic[T]):
     """
 
     def __init__(self) -> None:
-        # By the ids of classes, since the class that PyTorch makes for a parametrized module refers
-        # to the module. An id that is used again is of a group without objects.
+        # By the ids of classes: that which PyTorch makes for a parametrized module refers to it.
         self._members: dict[tuple[int, ...], WeakSet[T]] = {}
         self._lock = threading.RLock()
 

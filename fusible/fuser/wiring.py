@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from fusible.names import did_you_mean
 
@@ -25,7 +25,8 @@ class Wiring:
 
     ``sources[i][j]`` is ``(CALLER, k)`` for the caller's k-th extra input, else ``(op, slot)`` of
     the earlier extra output that feeds it. ``names`` are those of the caller's extra inputs.
-    ``public`` lists the extra outputs the caller gets.
+    ``public`` lists the extra outputs the caller gets. ``copies`` are those of the caller's extra
+    inputs that are passed as copies: an op writes to them.
     """
 
     sources: tuple[tuple[Output, ...], ...]
@@ -33,7 +34,6 @@ class Wiring:
     public: tuple[Output, ...]
     consumers: dict[Output, tuple[int, ...]]
     copies: tuple[int, ...] = ()
-    """Indices of the caller's extra inputs that are passed as copies: an op writes to them."""
 
     def needed_outside(self, output: Output, start: int, stop: int) -> bool:
         """Whether an extra output of ops[start:stop] is used outside them."""
@@ -43,10 +43,7 @@ class Wiring:
     def part(
         self, ops: Sequence[Any], start: int, stop: int
     ) -> tuple[Wiring, Sequence[Output], Sequence[Output]]:
-        """The wiring of ops[start:stop], and what enters and leaves them.
-
-        Their caller gives what comes from outside of them, and gets what is needed there.
-        """
+        """The wiring of ops[start:stop], and what comes from outside and is needed there."""
         inputs: list[Output] = []
         names = []
         sources = []
@@ -76,45 +73,16 @@ class Wiring:
         wiring = Wiring(tuple(sources), tuple(names), public, consumers, tuple(copied))
         return wiring, inputs, outputs
 
-    def written_inputs(self, ops: Sequence[Any]) -> tuple[WrittenInput, ...]:
-        """The caller's extra inputs that ops write to."""
-        given = [
-            (i, k)
-            for i, of_op in enumerate(self.sources)
-            for producer, k in of_op
-            if producer == CALLER
-        ]
-        return tuple(
-            WrittenInput(
-                i, k, tuple(n for other, (j, n) in enumerate(given) if j >= i and other != at)
-            )
-            for at, (i, k) in enumerate(given)
-            if ops[i].writes_extra_inputs
-        )
-
     def check_number(self, ops: Sequence[Any], number: int) -> None:
         """Raise ValueError unless ``number`` extra inputs are what the ops need."""
         if number != len(self.names):
+            readers = [i for i, of_op in enumerate(self.sources) for p, _ in of_op if p == CALLER]
             wanted = ", ".join(
-                f"{op.extra_input_name(slot)} of {named(ops, i)}"
-                for i, op in enumerate(ops)
-                for slot, (producer, _) in enumerate(self.sources[i])
-                if producer == CALLER
+                f"{name} of {named(ops, i)}" for name, i in zip(self.names, readers, strict=True)
             )
             raise ValueError(
                 f"extra inputs must number {len(self.names)} ({wanted or 'none'}), got {number}"
             )
-
-
-class WrittenInput(NamedTuple):
-    """The caller's extra input ``number``, which the op at index ``op`` writes to.
-
-    ``readers`` are the numbers of those that this op and later ones read as well.
-    """
-
-    op: int
-    number: int
-    readers: tuple[int, ...]
 
 
 def wire(ops: Sequence[Any], *, alone: bool = False) -> Wiring:
@@ -123,10 +91,8 @@ def wire(ops: Sequence[Any], *, alone: bool = False) -> Wiring:
     An extra input without a channel is fed by the nearest earlier extra output of its name, else
     by the caller. An extra output without a channel goes to the caller unless it feeds one so.
 
-    Args:
-        ops: in order.
-        alone: these are the parts of one op, called by itself. The caller then gives what none of
-            them produces, and gets all extra outputs.
+    ``alone``: these are the parts of one op, called by itself. The caller then gives what none of
+    them produces, and gets all extra outputs.
 
     Raises:
         ValueError: for a channel without a producer, with two, or produced after its consumer; or
@@ -165,13 +131,9 @@ def wire(ops: Sequence[Any], *, alone: bool = False) -> Wiring:
 def by_name(
     names: Sequence[str], given: Sequence[Any], named: Mapping[str, Any], op_name: str
 ) -> tuple[Any, ...]:
-    """All extra inputs in order: first those given by position, then those given by name.
+    """All extra inputs in order: those ``given`` by position, then those ``named``.
 
-    Args:
-        names: of all extra inputs, in order; a name may come more than once, and takes one value.
-        given: the values of the first ones.
-        named: the values of the others.
-        op_name: the op that takes them.
+    ``names`` are those of all, in order; one may come more than once, and takes one value.
 
     Raises:
         ValueError: one is given twice, or not at all, or has another name.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -108,10 +109,7 @@ class Sequential(PatchesCounted, nn.Sequential):
         modules = tuple(self) if kwargs or partition.written else ()
         if kwargs and not torch.compiler.is_compiling():
             check_buffers(tuple(kwargs), (input, *extra_inputs), tuple(kwargs.values()), modules)
-
-        def call(part: Part, x: Any, given: list[Any]) -> Any:
-            return _call_part(part, partition, x, given, kwargs)
-
+        call = partial(_call_part, partition, kwargs)
         return run_parts(partition, (input, *extra_inputs), call, modules)
 
     @property
@@ -169,11 +167,24 @@ class Sequential(PatchesCounted, nn.Sequential):
         again asks its runs for.
         """
         form = _form(self)
-        known = [c for c in self._known if c.has_same_modules()][-_MAX_KNOWN:]
-        same = [c for c in known if c.form == form]
-        captured = _captured(self, form, same[0].partition if same else None)
-        self._captured = captured
-        self._known = (*[c for c in known if c.form != form], captured)
+        known = [c for c in self._known if c.has_same_modules()]
+        partition = next((c.partition for c in known if c.form == form), None)
+        if partition is None:
+            partition = partition_of(_units(self), self.require)
+            _name_places(self, partition)
+        containers = [m for m in self.modules() if isinstance(m, Sequential)]
+        called = [module for m in containers for child in m for module in _with_parts(child)]
+        hooks = [getattr(module, name) for module in called for name in HOOKS]
+        hooks.extend(held for held, _ in _GLOBAL_HOOKS)
+        self._captured = _Captured(
+            partition,
+            form,
+            tuple((m, tuple(m)) for m in containers),
+            tuple(hooks),
+            tuple(map(bool, hooks)),
+            patches.count,
+        )
+        self._known = (*[c for c in known if c.form != form][-_MAX_KNOWN:], self._captured)
 
     # --- list ------------------------------------------------------------------------------------
 
@@ -201,7 +212,6 @@ _sequentials: WeakGroups[Sequential] = WeakGroups()
 
 
 def _named(modules: tuple[Any, ...]) -> Iterable[tuple[str, nn.Module]]:
-    """The modules that a Sequential was given, with their names."""
     if len(modules) == 1 and not isinstance(modules[0], nn.Module):
         (given,) = modules
         if isinstance(given, Mapping):
@@ -250,26 +260,6 @@ class _Captured(NamedTuple):
 
 # How many divisions of a Sequential are cached besides the one in use: for other hooks.
 _MAX_KNOWN = 7
-
-
-def _captured(
-    sequential: Sequential, form: tuple[Any, ...], partition: Partition | None
-) -> _Captured:
-    containers = [m for m in sequential.modules() if isinstance(m, Sequential)]
-    called = [module for m in containers for child in m for module in _with_parts(child)]
-    hooks = [getattr(module, name) for module in called for name in HOOKS]
-    hooks.extend(held for held, _ in _GLOBAL_HOOKS)
-    if partition is None:
-        partition = partition_of(_units(sequential), sequential.require)
-        _name_places(sequential, partition)
-    return _Captured(
-        partition,
-        form,
-        tuple((m, tuple(m)) for m in containers),
-        tuple(hooks),
-        tuple(map(bool, hooks)),
-        patches.count,
-    )
 
 
 def _name_places(sequential: Sequential, partition: Partition) -> None:
@@ -354,8 +344,7 @@ def _innermost(module: nn.Module) -> nn.Module:
 
 def _why_called(module: nn.Module) -> str | None:
     """Why ``module`` is called, and no part of a run; None if it is one."""
-    why = why_called(module)
-    if why is not None:
+    if (why := why_called(module)) is not None:
         return why
     for held, words in _GLOBAL_HOOKS:
         if held:
@@ -393,11 +382,11 @@ def _check_owns_parameters(op: Any) -> None:
 
 
 def _call_part(
-    part: Part,
     partition: Partition,
+    kwargs: dict[nn.Module, dict[str, Any]] | None,
+    part: Part,
     x: Any,
     inputs: list[Any],
-    kwargs: dict[nn.Module, dict[str, Any]] | None,
 ) -> Any:
     """Call a part with its input and extra inputs; its output, with extra outputs if it has any."""
     ops = partition.ops[part.ops]
@@ -423,18 +412,11 @@ def _call_part(
 
 
 def _plans(partition: Partition) -> list[Any]:
-    """The plans of all parts."""
     plans: list[Any] = []
     for part in partition.parts:
         nested = part.partition
         plans.extend([getattr(part.call, "plan", None)] if nested is None else _plans(nested))
     return plans
-
-
-def _types(t: Any) -> str:
-    """The type of ``t``, and the types that a mapping holds."""
-    inside = f" of {sorted({type(v).__name__ for v in t.values()})}" if isinstance(t, dict) else ""
-    return f"a {type(t).__name__}{inside}"
 
 
 def _by_op(
@@ -444,9 +426,11 @@ def _by_op(
     if not isinstance(op_kwargs, Mapping) or not all(
         isinstance(kwargs, Mapping) for kwargs in op_kwargs.values()
     ):
+        values = op_kwargs.values() if isinstance(op_kwargs, Mapping) else ()
+        of = f" of {sorted({type(value).__name__ for value in values})}" if values else ""
         raise TypeError(
             "op_kwargs must map basic ops, or their indices, to their keyword arguments, such as "
-            f'{{-1: {{"output": t}}}}, got {_types(op_kwargs)}'
+            f'{{-1: {{"output": t}}}}, got a {type(op_kwargs).__name__}{of}'
         )
     by_op: dict[nn.Module, dict[str, Any]] = {}
     for key, kwargs in op_kwargs.items():

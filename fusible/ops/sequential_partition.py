@@ -17,16 +17,12 @@ from fusible.fuser.wiring import Output, Wiring, wire
 
 
 class Unit(NamedTuple):
-    """A module of a Sequential, nested ones unfolded.
-
-    ``ops`` are its basic ops, ``inside`` the units of a Sequential that is
-    called. ``why`` says why the module is called; where it is None, its ops are part of a run.
-    """
+    """A module of a Sequential, nested ones unfolded."""
 
     module: nn.Module
-    ops: tuple[Any, ...]
-    why: str | None
-    inside: tuple[Unit, ...] = ()
+    ops: tuple[Any, ...]  # its basic ops
+    why: str | None  # why the module is called; None if its ops are part of a run
+    inside: tuple[Unit, ...] = ()  # of a Sequential that is called
     require: tuple[str, ...] = ()
 
 
@@ -53,14 +49,11 @@ def partition_of(
 ) -> Partition:
     """Consecutive fusible ops as runs, the other modules as they are.
 
-    Args:
-        units: the modules.
-        require: names of rules, each of which must fit one of the runs.
-        wiring: of all the ops; by default that of these alone.
+    ``wiring`` is that of all the ops, by default that of these alone.
 
     Raises:
         ValueError: channels that cannot be wired.
-        NotFused: a required rule fits no run.
+        NotFused: a rule that is required fits none of the runs.
     """
     ops = tuple(op for unit in units for op in unit.ops)
     wiring = wire(ops) if wiring is None else wiring
@@ -73,12 +66,8 @@ def partition_of(
     ) -> tuple[dict[str, Any], Sequence[Output] | None]:
         first, *_ = groups[number]
         call, partition = _call(first, own, ops[at], rules)
-        fields = {
-            "call": call,
-            "partition": partition,
-            "why": first.why,
-            "nested": bool(first.inside),
-        }
+        nested = bool(first.inside)
+        fields = {"call": call, "partition": partition, "why": first.why, "nested": nested}
         return fields, _outputs(first, needed, ops, at.start)
 
     partition = partitioned(ops, wiring, stops, make)
@@ -150,35 +139,26 @@ def run_boundaries(partition: Partition) -> list[tuple[nn.Module, str, tuple[str
     if len(partition.parts) < 2:
         return []
     ends: list[tuple[nn.Module, str, tuple[str, ...]]] = []
-    adjacent = _adjacent_parts(partition)
     for part in partition.parts:
         if part.why is not None and isinstance(part.call, nn.Module):
-            neighbours = next((s for s in adjacent if any(part is of for of in s)), [])
-            ends.append((part.call, part.why, _blocked_rules(part, neighbours, partition.ops)))
+            ends.append((part.call, part.why, _blocked_rules(part, partition)))
         if part.partition is not None:
             ends.extend(run_boundaries(part.partition))
     return ends
 
 
-def _adjacent_parts(partition: Partition) -> list[list[Part]]:
-    """Neighbouring parts of basic ops, with no other module between them."""
-
-    def has_basic_ops(part: Part) -> bool:
-        ops = partition.ops[part.ops]
-        return bool(ops) and not isinstance(ops[0], Opaque)
-
-    return [list(group) for fit, group in groupby(partition.parts, has_basic_ops) if fit]
-
-
-def _blocked_rules(part: Part, neighbours: Sequence[Part], ops: Sequence[Any]) -> tuple[str, ...]:
-    """Names of the rules that fit over a part and its neighbours."""
-    if part not in neighbours:
-        return ()
-    first = neighbours[0].ops.start
-    own = {i - first for i in range(part.ops.start, part.ops.stop)}
+def _blocked_rules(blocking: Part, partition: Partition) -> tuple[str, ...]:
+    """Names of the rules that fit some ops of a part together with some of its neighbours."""
+    ops: list[Any] = []
+    own: set[int] = set()
+    for part in partition.parts:
+        of_part = partition.ops[part.ops] or (None,)  # no rule fits over a module without ops
+        if part is blocking:
+            own = {*range(len(ops), len(ops) + len(of_part))}
+        ops.extend(of_part)
     names = []
     for rule in registry.rules:
-        for at, bound in rule.places(ops[first : neighbours[-1].ops.stop]):
+        for at, bound in rule.places(ops):
             covered = {*range(at, at + sum(op is not None for op in bound.values()))}
             if covered & own and covered - own:
                 names.append(rule.name)

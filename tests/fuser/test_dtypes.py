@@ -232,10 +232,10 @@ def test_extra_inputs_from_inside_have_facts():
     seq = fz.Sequential(router, fz.Dispatch(4), fz.GroupedLinear(4, 64, 64))
     seq(torch.randn(8, 64, requires_grad=True))
     _, dispatch, linear = seq.plan.facts
-    assert dispatch.extra_inputs["probs"].dtype == "float32"
-    assert dispatch.extra_inputs["probs"].requires_grad
-    assert dispatch.extra_inputs["expert_ids"].dtype == "int64"
-    assert linear.extra_inputs["split_sizes"].dtype == "int64"
+    assert dispatch.probs.dtype == "float32"
+    assert dispatch.probs.requires_grad
+    assert dispatch.expert_ids.dtype == "int64"
+    assert linear.split_sizes.dtype == "int64"
     assert linear.input.dtype == "float32"
     assert linear.input.source == "op 1"
 

@@ -107,7 +107,7 @@ def test_a_faulty_fusion_function_can_be_taken_back(by, own_fusions):
 def test_a_function_is_registered_once_and_with_its_signature(own_fusions):
     for _ in range(2):
         extend.register_forward_fusion(double)
-    assert [f.function for f in own_fusions.functions] == [double]
+    assert [f.build for f in own_fusions.functions] == [double]
     with pytest.raises(TypeError, match=r"must be a function func\(ops, \*, recipe\) -> ops, got"):
         extend.register_forward_fusion(lambda ops: ops)
 
