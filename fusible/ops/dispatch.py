@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+import operator
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -17,6 +19,7 @@ from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.fuser.op_facts import Dtypes, autocast_to
 from fusible.fuser.overlap import defer
+from fusible.fuser.tracing import constant_when_traced
 from fusible.kernels import moe
 from fusible.kernels.moe.peers import PeerRows
 from fusible.kernels.quantize.k_major import StoredOperand
@@ -24,7 +27,6 @@ from fusible.ops.collectives import check_initialized
 from fusible.ops.exchange import (
     SEND,
     SENT,
-    AgreedOption,
     Exchange,
     Received,
     ReturnExchange,
@@ -33,17 +35,16 @@ from fusible.ops.exchange import (
     balanced_sizes,
     begin_send_as,
     copy_received,
-    format_option,
     receive,
     scatter_received,
     sum_copies,
     unrounded,
     wire_format,
 )
-from fusible.ops.inputs import FLOAT_DTYPES, check_dtype, check_row_scales, check_sizes
+from fusible.ops.inputs import check_dtype, check_row_scales, check_sizes
 from fusible.ops.matrices import GatheredRows, QuantizedRows
 from fusible.ops.op import BasicOperation, OpGrads
-from fusible.ops.peer_memory import abandon, peer_memory
+from fusible.ops.peer_memory import abandon, peer_memory, reserved
 from fusible.ops.top_k_router import TopKRouter
 from fusible.recipes.formats import NumberFormat
 from fusible.recipes.product import values
@@ -252,8 +253,21 @@ class Dispatch(BasicOperation):
         chosen = "" if self.send else f", chosen for top_k {ctx.top_k}"
         return (
             f"experts are shared among {self.processes} processes; sends {ctx.send}{chosen}: "
-            f"{SENT[ctx.send]}{sent_as}{ctx.transport}",
+            f"{SENT[ctx.send]}{sent_as}{self._transport(ctx)}",
         )
+
+    def _transport(self, ctx: OperationContext) -> str:
+        """How tokens are sent to other GPUs, in words."""
+        if ctx.send != "all" or ctx.device.type != "cuda" or self.processes == 1:
+            return ""
+        if not self.symmetric_memory:
+            return "; by collectives: symmetric_memory is off"
+        found = reserved(self.process_group, ctx.device)
+        if found is None:
+            return "; the first call finds out whether through symmetric memory"
+        if isinstance(found, str):
+            return f"; by collectives, not symmetric memory: {found}"
+        return "; tokens are read from, and sums written to, each other's memory"
 
     def extra_repr(self) -> str:
         """The number of experts, and of processes."""
@@ -279,7 +293,7 @@ class Dispatch(BasicOperation):
             y, scales = scatter_received(x, *arguments, zero_tail=ctx.zero_tail)
         saved = (places[0], x, probs) if self.scale_input else places[:1]
         ctx.save_for_backward(*saved, *of_group[:1])
-        return y, *self._extra_outputs(ctx, choices, scales, *places)
+        return y, *self._extra_outputs(ctx, choices, scales, places)
 
     def gathered(self, ctx: OperationContext, choices: Choices) -> tuple[Any, ...]:
         """The outputs of :meth:`scattered`, with rows that are gathered later, not written."""
@@ -288,7 +302,7 @@ class Dispatch(BasicOperation):
         ctx.save_for_backward(places[0], *of_group[:1])
         index, scales = moe.row_sources(places[0], probs, rows)
         gathered = GatheredRows(copy_received(x), index, self.recompute_rows)
-        return gathered, *self._extra_outputs(ctx, choices, scales, *places)
+        return gathered, *self._extra_outputs(ctx, choices, scales, places)
 
     def quantized(
         self, ctx: OperationContext, choices: Choices, fmt: NumberFormat
@@ -299,17 +313,12 @@ class Dispatch(BasicOperation):
         given = x, probs, ids, self.local_experts, capacity, rows, fmt
         data, scale, moved, *places = moe.permute_rows_quantized(*given)
         quantized = QuantizedRows(StoredOperand(data, scale).row(fmt), x.dtype)
-        return quantized, *self._extra_outputs(ctx, choices, moved, *places)
+        return quantized, *self._extra_outputs(ctx, choices, moved, places)
 
     def _extra_outputs(
-        self,
-        ctx: OperationContext,
-        choices: Choices,
-        scales: Tensor,
-        row_map: Tensor,
-        split_sizes: Tensor,
-        ends: Tensor,
+        self, ctx: OperationContext, choices: Choices, scales: Tensor, places: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
+        row_map, split_sizes, ends = places
         # As the grouped ops that follow would compute them.
         ctx.memo[split_sizes] = choices.rows, ends
         if self.process_group is None:
@@ -330,9 +339,8 @@ class Dispatch(BasicOperation):
         tokens: Tensor | PeerRows = x
         if self.process_group is not None:
             received, of_group = self._receive(ctx, x, probs, ids)
-            tokens, probs, routed = received.x, received.probs, received.routed
-            ids = received.ids - dist.get_rank(self.process_group) * local
-            rows, choices = routed.rows, routed.choices
+            tokens, probs, ids, _, _, rows, choices = received
+            ids = ids - dist.get_rank(self.process_group) * local
             if self.scale_input or self.recompute_rows:  # they are read again
                 tokens = copy_received(tokens)
         capacity = self.capacity(choices)
@@ -350,38 +358,43 @@ class Dispatch(BasicOperation):
         mode = self.send or ("all" if self.processes <= k else "tokens")
         # No expert, also where ids of 64 bits end in those of one.
         ids = ids.clamp(-1, self.num_experts)
-        needs = 2 * ctx.needs.input + ctx.needs.extra_inputs[0]
         recipe = ctx.recipe if self.quantized_send else None
-        sent_as = wire_format(recipe, "input")
-        agreed = {
-            "num_experts": AgreedOption(self.num_experts),
-            "k (choices of a token)": AgreedOption(k),
-            "send": AgreedOption(SEND.index(mode), SEND.__getitem__),  # may follow from these
-            "features of a token": AgreedOption(x.shape[1]),
-            "dtype of the input": _dtype_option(x),
-            "dtype of probs": _dtype_option(probs),
-            "scale_input": AgreedOption(self.scale_input, bool),
-            "capacity_factor": _factor_option(self.capacity_factor),
-            "receive_factor": _factor_option(self.receive_factor),
-            "format of tokens sent": format_option(sent_as),
-            "format of gradients sent": format_option(wire_format(recipe, "grad")),
-            "symmetric_memory": AgreedOption(self.symmetric_memory, bool),
-            "max_tokens": AgreedOption(self.max_tokens or 0, lambda n: n or None),
-            "requires_grad of (input, probs)": AgreedOption(needs, lambda n: (n > 1, n % 2 == 1)),
+        sent_as, grads_as = wire_format(recipe, "input"), wire_format(recipe, "grad")
+        agreed: dict[str, object] = {
+            "num_experts": self.num_experts,
+            "k (choices of a token)": operator.index(k),
+            "send": mode,  # may follow from these
+            "features of a token": operator.index(x.shape[1]),
+            "dtype of the input": x.dtype,
+            "dtype of probs": probs.dtype,
+            "scale_input": self.scale_input,
+            "capacity_factor": self.capacity_factor,
+            "receive_factor": self.receive_factor,
+            "format of tokens sent": sent_as and sent_as.vectors,
+            "format of gradients sent": grads_as and grads_as.vectors,
+            "symmetric_memory": self.symmetric_memory,
+            "max_tokens": self.max_tokens,
+            "requires_grad of (input, probs)": (ctx.needs.input, ctx.needs.extra_inputs[0]),
         }
         group, local = self.process_group, self.local_experts
         options = self.receive_factor, self.max_tokens, self.symmetric_memory, agreed
-        received = receive(x, probs, ids, Settings(group, mode, local, sent_as, *options))
-        exchange, sent_map = received.routed.exchange, received.routed.sent_map
+        digest = self._digest(tuple(agreed.values()))
+        received = receive(x, probs, ids, Settings(group, mode, local, sent_as, *options, digest))
+        exchange, sent_map = received.exchange, received.sent_map
         ctx.sent_as = None if sent_as is None else sent_as.name
         ctx.exchange, ctx.send, ctx.top_k, ctx.rows_dtype = exchange, mode, k, x.dtype
-        ctx.transport = received.transport
+        ctx.device = x.device
         counts = ids.new_empty(0, dtype=torch.int64)
         if exchange.sent is not None:
             counts = torch.tensor((exchange.sent, exchange.received), dtype=torch.int64)
         _, load, _ = moe.permutation(ids, self.num_experts, None)
         sent_map = sent_map.view(*ctx.shape[:-1], sent_map.shape[1])
         return received, (sent_map, counts, load)
+
+    @constant_when_traced
+    def _digest(self, options: tuple[object, ...]) -> int:
+        text = repr(options).encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest())
 
     def _operands(
         self, ctx: OperationContext, x: Tensor, probs: Tensor | None, ids: Tensor | None
@@ -421,58 +434,51 @@ class Dispatch(BasicOperation):
         self, ctx: OperationContext, grad_output: Tensor, *grad_extra_outputs: Tensor | None
     ) -> Callable[[], OpGrads]:
         """Begin to return gradients to other processes; the result waits for theirs."""
-        row_map, *scaled = ctx.saved_tensors
+        # No pop: the tracer of torch 2.11 has a tuple here.
+        row_map, *others = ctx.saved_tensors
+        x, weights = others[:2] if self.scale_input else (None, None)
+        sent_map = None if self.process_group is None else others[-1]
         dscales = None if self.scale_input else grad_extra_outputs[1]
-        if self.process_group is not None:
-            *scaled, sent_map = scaled
-            return self._begin_return(ctx, grad_output, dscales, row_map, sent_map, scaled)
-        weights = scaled[1] if scaled else None
-        dx, picked = moe.gather_sum(grad_output, row_map, weights, dscales)
-        dprobs = self._prob_grads(ctx, grad_output, row_map, scaled, dscales, picked)
+
+        def prob_grads(picked: Tensor) -> Tensor | None:  # dscales by choice
+            if x is not None and ctx.needs.extra_inputs[0]:
+                return cast(moe.row_dots(grad_output, x, row_map, False), ctx.dtype)
+            return None if dscales is None else picked
+
+        given = row_map, weights, dscales
+        if sent_map is not None:
+            copies = sent_map.reshape(-1, sent_map.shape[-1])
+            return self._begin_return(ctx, grad_output, given, copies, prob_grads)
+        dx, picked = moe.gather_sum(grad_output, *given)
+        dprobs = prob_grads(picked)
         if dprobs is not None:
             dprobs = dprobs.view(*ctx.shape[:-1], row_map.shape[1])
         return lambda: (dx.view(ctx.shape), dprobs, None)
-
-    @staticmethod
-    def _prob_grads(
-        ctx: OperationContext,
-        dy: Tensor,
-        row_map: Tensor,
-        scaled: Sequence[Tensor],
-        dscales: Tensor | None,
-        picked: Tensor,
-    ) -> Tensor | None:
-        """The gradients of the choices' weights; ``picked`` are ``dscales`` by choice."""
-        if scaled and ctx.needs.extra_inputs[0]:
-            return cast(moe.row_dots(dy, scaled[0], row_map, False), ctx.dtype)
-        return None if dscales is None else picked
 
     def _begin_return(
         self,
         ctx: OperationContext,
         dy: Tensor,
-        dscales: Tensor | None,
-        row_map: Tensor,
-        sent_map: Tensor,
-        scaled: Sequence[Tensor],
+        given: tuple[Tensor, Tensor | None, Tensor | None],
+        copies: Tensor,
+        prob_grads: Callable[[Tensor], Tensor | None],
     ) -> Callable[[], OpGrads]:
         """The gradients of this process's tokens, from those of the tokens that it received.
 
         Gradients that no process has are zeros: all take part in what is sent.
         """
-        copies = sent_map.reshape(-1, sent_map.shape[-1])
-        weights = scaled[1] if scaled else None
+        row_map, weights, _ = given
         rows = unrounded(dy, row_map, weights)
         of_x, of_probs = ctx.needs.input, ctx.needs.extra_inputs[0]
         sizes = (rows.shape[1], rows.dtype), (row_map.shape[1], ctx.dtype)
         sent = [size for size, needed in zip(sizes, (of_x, of_probs), strict=True) if needed]
         back = ReturnExchange(ctx.exchange, "Dispatch", *sent)
         if of_x:
-            picked = back.sums(rows, row_map, weights, dscales)
+            picked = back.sums(rows, *given)
         else:
-            _, picked = moe.gather_sum(rows, row_map, weights, dscales)
+            _, picked = moe.gather_sum(rows, *given)
         if of_probs:
-            dprobs = self._prob_grads(ctx, dy, row_map, scaled, dscales, picked)
+            dprobs = prob_grads(picked)
             if dprobs is None:
                 dprobs = row_map.new_zeros(row_map.shape, dtype=ctx.dtype)
             back.rows(cast(dprobs, ctx.dtype))
@@ -491,20 +497,6 @@ class Dispatch(BasicOperation):
             return dx, dprobs, None
 
         return finish
-
-
-_SENT_DTYPES = sorted(FLOAT_DTYPES, key=str)
-
-
-def _dtype_option(t: Tensor) -> AgreedOption:
-    return AgreedOption(_SENT_DTYPES.index(t.dtype), _SENT_DTYPES.__getitem__)
-
-
-def _factor_option(factor: float | None) -> AgreedOption:
-    """None, or a positive number in units of 2^-16."""
-    parts = 1 << 16
-    number = 0 if factor is None else max(1, round(factor * parts))
-    return AgreedOption(number, lambda n: n / parts if n else None)
 
 
 def _check_factors(**factors: float | None) -> None:
@@ -645,16 +637,16 @@ class Combine(BasicOperation):
     def begin_sending(self, ctxs: Sequence[OperationContext], grad_output: Tensor) -> None:
         """Begin to send the gradients of the sums."""
         (ctx,) = ctxs
-        self.begin_token_grads(ctx, grad_output, ctx.saved_tensors[-1])
+        ctx.begun = self.begin_token_grads(ctx, grad_output, ctx.saved_tensors[-1])
 
     def begin_token_grads(
         self, ctx: OperationContext, grad_output: Tensor, sent_map: Tensor
-    ) -> None:
-        """Begin what :meth:`token_grads` then waits for."""
+    ) -> Callable[[], Tensor | PeerRows]:
+        """Begin :meth:`token_grads`, which finds the result, a function that waits, on the context."""
         dy = cast(grad_output.reshape(-1, grad_output.shape[-1]), ctx.rows_dtype)
         copies = sent_map.reshape(-1, sent_map.shape[-1])
         sent_as = wire_format(ctx.recipe, "grad") if self.quantized_send else None
-        ctx.begun = begin_send_as(dy, sent_as, copies, ctx.exchange, "Combine")
+        return begin_send_as(dy, sent_as, copies, ctx.exchange, "Combine")
 
     def _exchange(
         self, row_map: Tensor, sent_map: Tensor | None, counts: Tensor | None
@@ -710,16 +702,16 @@ class Combine(BasicOperation):
         """The gradients ``[R, H]`` of the sums here: the output's, from the tokens' processes."""
         if sent_map is None:
             return grad_output.reshape(-1, grad_output.shape[-1])
-        if "begun" not in vars(ctx):
-            self.begin_token_grads(ctx, grad_output, sent_map)
-        return vars(ctx).pop("begun")()
+        begun = getattr(ctx, "begun", None) or self.begin_token_grads(ctx, grad_output, sent_map)
+        ctx.begun = None  # it keeps what is sent
+        return begun()
 
     def backward_impl(self, ctx: OperationContext, grad_output: Tensor) -> OpGrads:
         """Each row's gradient is its token's; that of its weight, a dot product."""
-        row_map, *weighted = ctx.saved_tensors
-        sent_map = None if self.process_group is None else weighted.pop()
+        row_map, *others = ctx.saved_tensors  # no pop, as in Dispatch
+        sent_map = None if self.process_group is None else others[-1]
         dy = self.token_grads(ctx, grad_output, sent_map)
-        scales = weighted[1] if weighted else None
+        scales = others[1] if self.weighted else None
         drows = None
         extra: list[Tensor | None] = [None] * self.num_extra_inputs
         if scales is not None or not ctx.needs.input:  # others read it than the copy to rows
@@ -728,7 +720,7 @@ class Combine(BasicOperation):
             arguments = row_map, scales, ctx.num_rows, self.weighted
             drows, _ = scatter_received(dy, *arguments, zero_tail=ctx.zero_tail)
         if scales is not None and ctx.needs.extra_inputs[-1]:
-            rows, dy = weighted[0], copy_received(dy)
-            dscales = moe.row_dots(rows, cast(dy, rows.dtype), row_map, True)
+            rows = others[0]
+            dscales = moe.row_dots(rows, cast(copy_received(dy), rows.dtype), row_map, True)
             extra[-1] = cast(dscales, scales.dtype)
         return drows, *extra

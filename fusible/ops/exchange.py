@@ -23,8 +23,8 @@ from fusible.kernels import moe
 from fusible.kernels.moe import cuda as moe_kernels
 from fusible.kernels.moe.peers import PeerRows
 from fusible.ops.collectives import all_gather, begin_all_gather
-from fusible.ops.peer_memory import PeerMemory, aligned_bytes, reserve, reserved
-from fusible.recipes.formats import ELEMENTS, SCALE_DTYPES, NumberFormat
+from fusible.ops.peer_memory import PeerMemory, aligned_bytes, all_said, reserve
+from fusible.recipes.formats import NumberFormat
 from fusible.recipes.matrix import QuantizedMatrix
 from fusible.recipes.quantize_ops import dequantize_matrix, quantize_matrix
 from fusible.recipes.recipe import Role
@@ -41,13 +41,6 @@ SENT = {
 """A description of each mode, for ``explain``."""
 
 
-class AgreedOption(NamedTuple):
-    """An option on which all processes must agree: as an integer, and how to show that."""
-
-    number: int
-    shown: Callable[[int], object] = int
-
-
 class Exchange(NamedTuple):
     """The sizes of one exchange, which its forward and its backward share."""
 
@@ -61,15 +54,8 @@ class Exchange(NamedTuple):
     """The symmetric memory through which all tokens are sent; None for collectives."""
 
 
-class Routed(NamedTuple):
-    """The result of :func:`_route_copies`."""
-
-    exchange: Exchange
-    sent_map: Tensor
-    rows: int
-    """At least the rows that the experts here get: exact where sizes are read on the host."""
-    choices: int
-    """The choices of all processes."""
+Routed = tuple[Exchange, Tensor, int, int]
+"""The last fields of :class:`Received`."""
 
 
 class Received(NamedTuple):
@@ -78,9 +64,12 @@ class Received(NamedTuple):
     x: Tensor | PeerRows
     probs: Tensor
     ids: Tensor
-    routed: Routed
-    transport: str
-    """The transport, for ``explain``; empty on a CPU."""
+    exchange: Exchange
+    sent_map: Tensor
+    rows: int
+    """At least the rows that the experts here get: exact where sizes are read on the host."""
+    choices: int
+    """The choices of all processes."""
 
 
 def communicate(op_name: str, group: Any, function: Callable[..., Any], *args: Any) -> Any:
@@ -263,20 +252,6 @@ def copy_received(x: Tensor | PeerRows) -> Tensor:
     return copied
 
 
-def format_option(fmt: NumberFormat | None) -> AgreedOption:
-    """A format of :func:`wire_format`, as what is sent depends on it."""
-    elements, scales = list(ELEMENTS), list(SCALE_DTYPES)
-
-    def shown(number: int) -> str | None:
-        block, rest = divmod(number, 64)
-        return f"{elements[rest // 8]}, {scales[rest % 8]} of {block}" if number else None
-
-    if fmt is None or fmt.block is None:
-        return AgreedOption(0, shown)
-    kind = 8 * elements.index(fmt.element.name) + scales.index(fmt.scale)
-    return AgreedOption(64 * fmt.block[1] + kind, shown)
-
-
 class ReturnExchange:
     """Sends what a process made of the copies that it received back to where they came from.
 
@@ -384,7 +359,7 @@ def balanced_sizes(copies: int, group: Any) -> tuple[int, ...]:
 
 
 class Settings(NamedTuple):
-    """How tokens are sent: the same on all processes, as ``agreed`` lets them check."""
+    """How tokens are sent, as the arguments of a ``Dispatch`` say."""
 
     group: Any
     mode: Send
@@ -393,15 +368,12 @@ class Settings(NamedTuple):
     sent_as: NumberFormat | None
     """See :func:`begin_send_as`."""
     receive_factor: float | None
-    """The most rows that the experts of a process may get, as a multiple of the choices of the
-    process that has the most tokens; None for no bound."""
     max_tokens: int | None
-    """The most tokens of a process, for which there is room where no host reads sizes; None if all
-    processes then have equally many."""
     symmetric_memory: bool
-    """Use it where it works."""
-    agreed: dict[str, AgreedOption]
+    agreed: dict[str, object]
     """By name, the options on which all processes must agree."""
+    digest: int
+    """A number of these, under 2^56."""
 
     @property
     def processes(self) -> int:
@@ -423,11 +395,9 @@ def receive(x: Tensor, probs: Tensor, ids: Tensor, settings: Settings) -> Receiv
             a process has more tokens than ``max_tokens``, on all processes alike.
         RuntimeError: a process fails; a mode that reads sizes on the host is compiled.
     """
-    mode, transport, compiling = settings.mode, "", torch.compiler.is_compiling()
+    mode, compiling = settings.mode, torch.compiler.is_compiling()
     if isinstance(ids, FakeTensor) and not compiling:
         routed = _balanced(ids, settings)
-        if mode == "all" and ids.device.type == "cuda":
-            transport = _transport(reserved(settings.group, ids.device), settings)
     elif mode == "all" and not _reads_sizes(ids.device):
         return _receive_all(x, probs, ids, settings)
     elif compiling:
@@ -437,10 +407,10 @@ def receive(x: Tensor, probs: Tensor, ids: Tensor, settings: Settings) -> Receiv
         )
     else:
         routed = _route_copies(ids, settings)
-    exchange, sent_map = routed.exchange, routed.sent_map
+    exchange, sent_map, *_ = routed
     received = begin_send_as(x, settings.sent_as, sent_map, exchange, "Dispatch")()
     ids, probs = send_choices(ids, probs, sent_map, exchange, mode == "rows")
-    return Received(received, probs, ids, routed, transport)
+    return Received(received, probs, ids, *routed)
 
 
 def _reads_sizes(device: torch.device) -> bool:
@@ -462,14 +432,14 @@ def _balanced(ids: Tensor, settings: Settings) -> Routed:
         sizes = balanced_sizes(tokens * min(k, width), group)
         exchange, rows = Exchange(group, sizes, sizes, 0), tokens * k
     sent_map = ids.new_empty(tokens, width, dtype=torch.int32)
-    return Routed(exchange, sent_map, rows, k * tokens * processes)
+    return exchange, sent_map, rows, k * tokens * processes
 
 
 def _route_copies(ids: Tensor, settings: Settings) -> Routed:
     """Agree with the group on an exchange whose sizes the host reads.
 
-    One all-gather of a few integers: the options, on which processes must agree, the number of
-    tokens, and the copies and choices for each process.
+    One all-gather of a few integers: the digest of the options, on which processes must agree, the
+    number of tokens, and the copies and choices for each process.
     """
     group, mode, processes = settings.group, settings.mode, settings.processes
     (tokens, _), device = ids.shape, ids.device
@@ -482,8 +452,7 @@ def _route_copies(ids: Tensor, settings: Settings) -> Routed:
         sent_map, copies, _ = moe.permutation(to, processes, None)
     elif mode == "rows":
         sent_map, copies, _ = moe.permutation(owner, processes, None)
-    numbers = [option.number for option in settings.agreed.values()]
-    header = torch.tensor((*numbers, tokens), dtype=torch.int64, device=device)
+    header = torch.tensor((settings.digest, tokens), dtype=torch.int64, device=device)
     own = torch.cat((header, copies, choices))
     table = communicate("Dispatch", group, all_gather, own[None], group)
     return _read_sizes(table, sent_map, ids.shape[1], settings)
@@ -491,14 +460,11 @@ def _route_copies(ids: Tensor, settings: Settings) -> Routed:
 
 def _receive_all(x: Tensor, probs: Tensor, ids: Tensor, settings: Settings) -> Received:
     """:func:`receive` the tokens of all processes; only the device checks what these said."""
-    group, _, local, sent_as, receive_factor, max_tokens, _, agreed = settings
+    group, _, local, sent_as, receive_factor, max_tokens, _, _, digest = settings
     processes, (tokens, k) = settings.processes, ids.shape
     padded = max_tokens or tokens
-    memory, transport = _memory_for(x, probs, padded, settings)
+    memory = _memory_for(x, probs, padded, settings)
     exchange = Exchange(group, None, None, padded, memory)
-    digest = 0  # 61 bits
-    for option in agreed.values():
-        digest = (digest * 1_000_003 + option.number + 1) % (2**61 - 1)
     # No copy from the host, which a CUDA graph would repeat.
     header = torch.cat([ids.new_full((1, 1), n, dtype=torch.int64) for n in (digest, tokens)], 1)
     sent_map = _all_sent(tokens, padded, processes, ids.device)
@@ -523,40 +489,21 @@ def _receive_all(x: Tensor, probs: Tensor, ids: Tensor, settings: Settings) -> R
         fits = choices.max() <= bound
         torch._assert_async(fits, "more rows than receive_factor of Dispatch allows")
         rows = min(rows, bound)
-    routed = Routed(exchange, sent_map, rows, k * padded * processes)
-    return Received(received, probs, ids, routed, transport)
+    return Received(received, probs, ids, exchange, sent_map, rows, k * padded * processes)
 
 
-def _memory_for(
-    x: Tensor, probs: Tensor, padded: int, settings: Settings
-) -> tuple[PeerMemory | None, str]:
-    """The memory for the exchanges of tokens, and what ``explain`` says of it."""
+def _memory_for(x: Tensor, probs: Tensor, padded: int, settings: Settings) -> PeerMemory | None:
+    """The memory for the exchanges of tokens."""
     group, processes, device = settings.group, settings.processes, x.device
-    if device.type != "cuda" or processes == 1:
-        return None, ""
+    if device.type != "cuda" or processes == 1 or not settings.symmetric_memory:
+        return None
     # The largest exchange is that of gradients, of all processes' tokens and weights; or, where
     # there are none, that of headers.
     of_x = max(x.element_size(), 4) if probs.shape[1] == 1 else x.element_size()  # see unrounded
     widths = x.shape[1] * of_x, probs.shape[1] * max(probs.element_size(), 4)
     nbytes = sum(aligned_bytes(max(processes * padded, 1) * width) for width in widths)
-    found = None
-    if settings.symmetric_memory:
-        found = communicate("Dispatch", group, reserve, group, device, nbytes)
-    memory = found if isinstance(found, PeerMemory) else None
-    return memory, _transport(found, settings)
-
-
-def _transport(found: PeerMemory | str | None, settings: Settings) -> str:
-    """The transport that was found, in words, for ``explain``."""
-    if settings.processes == 1:
-        return ""
-    if not settings.symmetric_memory:
-        return "; by collectives: symmetric_memory is off"
-    if found is None:
-        return "; the first call finds out whether through symmetric memory"
-    if isinstance(found, str):
-        return f"; by collectives, not symmetric memory: {found}"
-    return "; tokens are read from, and sums written to, each other's memory"
+    found = communicate("Dispatch", group, reserve, group, device, nbytes)
+    return found if isinstance(found, PeerMemory) else None
 
 
 def _check_processes_agree(table: Tensor, tokens: int, max_tokens: int | None) -> None:
@@ -585,15 +532,12 @@ def _all_sent(tokens: int, padded: int, processes: int, device: torch.device) ->
 
 def _read_sizes(table: Tensor, sent_map: Tensor, k: int, settings: Settings) -> Routed:
     """The exchange, from the gathered table of all processes, read on the host."""
-    group, mode, _, _, receive_factor, max_tokens, _, options = settings
-    processes, rank, agreed = table.shape[0], dist.get_rank(group), len(options)
-    gathered = table.tolist()
-    _check_agreement(options, gathered)
-    tokens = [row[agreed] for row in gathered]
-    copies = [row[agreed + 1 : agreed + 1 + processes] for row in gathered]
-    rows = [
-        sum(of) for of in zip(*[row[agreed + 1 + processes :] for row in gathered], strict=True)
-    ]
+    group, receive_factor, max_tokens = settings.group, settings.receive_factor, settings.max_tokens
+    processes, rank = table.shape[0], dist.get_rank(group)
+    digests, tokens, *counts = zip(*table.tolist(), strict=True)
+    if len(set(digests)) > 1:
+        _refuse_disagreement(settings)
+    copies, rows = counts[:processes], [sum(of) for of in counts[processes:]]
     if max_tokens is not None and max(tokens) > max_tokens:
         raise ValueError(_too_many(max(tokens), max_tokens))
     if receive_factor is not None:
@@ -605,21 +549,22 @@ def _read_sizes(table: Tensor, sent_map: Tensor, k: int, settings: Settings) -> 
                 f"Dispatch, {receive_factor}, times the {most} choices of a process), "
                 f"got {max(rows)}; raise receive_factor, or leave it out for no bound"
             )
-    if mode == "all":
+    if settings.mode == "all":
         padded = max(tokens)
         sent_map = _all_sent(tokens[rank], padded, processes, table.device)
         exchange = Exchange(group, None, None, padded)
     else:
-        exchange = Exchange(group, tuple(copies[rank]), tuple(of[rank] for of in copies), 0)
-    return Routed(exchange, sent_map, rows[rank], k * sum(tokens))
+        exchange = Exchange(group, tuple(of[rank] for of in copies), copies[rank], 0)
+    return exchange, sent_map, rows[rank], k * sum(tokens)
 
 
-def _check_agreement(options: dict[str, AgreedOption], gathered: Sequence[Sequence[int]]) -> None:
-    """Raise ValueError unless all processes have the same options."""
-    for i, (name, option) in enumerate(options.items()):
-        numbers = [row[i] for row in gathered]
-        if len(set(numbers)) > 1:
+def _refuse_disagreement(settings: Settings) -> None:
+    """Raise ValueError, on all processes, for an option that is not the same on all."""
+    given = list(settings.agreed.values())
+    of_ranks = communicate("Dispatch", settings.group, all_said, settings.group, given)
+    for name, *values in zip(settings.agreed, *of_ranks, strict=True):
+        if any(value != values[0] for value in values):
             raise ValueError(
-                f"{name} of Dispatch must be the same on all {len(numbers)} processes of its "
-                f"group, got {[option.shown(n) for n in numbers]} in order of rank"
+                f"{name} of Dispatch must be the same on all {len(values)} processes of its "
+                f"group, got {values} in order of rank"
             )

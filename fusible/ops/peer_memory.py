@@ -168,7 +168,7 @@ def _make(group: Any, device: torch.device, nbytes: int) -> PeerMemory | str:
     boot = Path("/proc/sys/kernel/random/boot_id")  # of this host, or container
     host = socket.gethostname(), boot.read_text().strip() if boot.exists() else ""
     gpu = str(torch.cuda.get_device_properties(device).uuid)
-    hosts, gpus = zip(*_everyone(group, (host, gpu)), strict=True)
+    hosts, gpus = zip(*all_said(group, (host, gpu)), strict=True)
     if len(set(hosts)) > 1:
         return "the processes are on several hosts"
     if len(set(gpus)) < len(gpus):
@@ -183,12 +183,12 @@ def _make(group: Any, device: torch.device, nbytes: int) -> PeerMemory | str:
         memory = PeerMemory(own, symmetric_memory.rendezvous(own, group), timeout_ms)
     except (ImportError, RuntimeError) as error:
         memory = f"PyTorch's symmetric memory failed: {str(error).splitlines()[0]}"
-    failures = [why for why in _everyone(group, memory if isinstance(memory, str) else "") if why]
+    failures = [why for why in all_said(group, memory if isinstance(memory, str) else "") if why]
     return failures[0] if failures else memory
 
 
-def _everyone(group: Any, said: Any) -> list[Any]:
+def all_said(group: Any, said: Any) -> list[Any]:
     """The objects of all processes, in order of rank."""
-    all_said: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(all_said, said, group=group)
-    return all_said
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, said, group=group)
+    return gathered
