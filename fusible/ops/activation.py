@@ -74,11 +74,7 @@ class Activation(CastingOp):
 
 
 class _Unscaled(Activation):
-    """An op of one input without parameters.
-
-    Saves ``(x,)``, and its dtype as ``ctx.dtype``; read it by :meth:`saved_input`. Argument as in
-    :class:`GELU`.
-    """
+    """An op of one input without parameters; all else as in :class:`GELU`."""
 
     saves = "x"
 
@@ -120,11 +116,7 @@ class _Unscaled(Activation):
         return dequantize(one_row, ctx.dtype).view(x.shape)
 
 
-class _Unary(_Unscaled):
-    """A function of each element of the input."""
-
-
-class GELU(_Unary):
+class GELU(_Unscaled):
     """``0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))`` for x ``[...]``, as in arXiv 1606.08415.
 
     Saves ``(x,)`` and ``ctx.dtype``.
@@ -140,25 +132,25 @@ class GELU(_Unary):
     activation = "gelu"
 
 
-class QGELU(_Unary):
+class QGELU(_Unscaled):
     """``x sigmoid(1.702 x)`` for x ``[...]``. All else as in :class:`GELU`."""
 
     activation = "qgelu"
 
 
-class ReLU(_Unary):
+class ReLU(_Unscaled):
     """``max(x, 0)`` for x ``[...]``. All else as in :class:`GELU`."""
 
     activation = "relu"
 
 
-class SReLU(_Unary):
+class SReLU(_Unscaled):
     """``max(x, 0)^2`` for x ``[...]``. Source: arXiv 2109.08668. All else as in :class:`GELU`."""
 
     activation = "srelu"
 
 
-class SiLU(_Unary):
+class SiLU(_Unscaled):
     """``x sigmoid(x)`` for x ``[...]``. All else as in :class:`GELU`."""
 
     activation = "silu"
@@ -178,11 +170,10 @@ class GatedOp(Activation):
             check_sizes(type(self).__name__, glu_interleave_size=size)
         self.glu_interleave_size = size
 
-    def set_options(self, **options: float) -> None:
-        """Check and set the constants of its formula, by attribute."""
+    def check_options(self) -> None:
+        """Check the constants of its formula, once they are set."""
         for option in ACTIVATIONS[self.activation].options:
-            option.check(type(self).__name__, options[option.attribute])
-            setattr(self, option.attribute, options[option.attribute])
+            option.check(type(self).__name__, getattr(self, option.attribute))
 
     def value(self, x: Tensor, scales: Tensor | None = None) -> Tensor:
         """The gated unit, times one scale per row if there are any."""
@@ -191,10 +182,7 @@ class GatedOp(Activation):
 
 
 class _GLU(_Unscaled, GatedOp):
-    """A gated linear unit of x ``[..., 2F]``, gate first. Saves ``(x,)`` and ``ctx.dtype``.
-
-    Arguments as in :class:`SwiGLU`.
-    """
+    """A gated linear unit of one input; all else as in :class:`SwiGLU`."""
 
     def __init__(
         self, cache_quantized_input: bool = False, glu_interleave_size: int | None = None
@@ -265,9 +253,6 @@ class ClampedSwiGLU(_GLU):
     """
 
     activation = "clamped_qgeglu"
-    limit: float
-    alpha: float
-    glu_linear_offset: float
 
     def __init__(
         self,
@@ -279,7 +264,8 @@ class ClampedSwiGLU(_GLU):
         glu_interleave_size: int | None = None,
     ) -> None:
         super().__init__(cache_quantized_input, glu_interleave_size)
-        self.set_options(limit=limit, alpha=alpha, glu_linear_offset=glu_linear_offset)
+        self.limit, self.alpha, self.glu_linear_offset = limit, alpha, glu_linear_offset
+        self.check_options()
 
 
 class SiTUGLU(_GLU):
@@ -294,8 +280,6 @@ class SiTUGLU(_GLU):
     """
 
     activation = "situglu"
-    beta1: float
-    beta2: float
 
     def __init__(
         self,
@@ -306,4 +290,5 @@ class SiTUGLU(_GLU):
         glu_interleave_size: int | None = None,
     ) -> None:
         super().__init__(cache_quantized_input, glu_interleave_size)
-        self.set_options(beta1=beta1, beta2=beta2)
+        self.beta1, self.beta2 = beta1, beta2
+        self.check_options()

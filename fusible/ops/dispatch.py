@@ -173,9 +173,9 @@ class Dispatch(BasicOperation):
             quantized_send=quantized_send,
             symmetric_memory=symmetric_memory,
         )
-        middle = () if scale_input else ("scales",)
+        scales = () if scale_input else ("scales",)
         of_group = () if process_group is None else ("sent_map", "sent_counts", "load")
-        self.extra_output_names = ("split_sizes", *middle, "row_map", *of_group)
+        self.extra_output_names = ("split_sizes", *scales, "row_map", *of_group)
         self.num_extra_outputs = len(self.extra_output_names)
         super().__init__()
         check_sizes("Dispatch", num_experts=num_experts)
@@ -575,35 +575,27 @@ class Combine(BasicOperation):
 
     def check_producer(self, slot: int, producer: Any) -> None:
         """Refuse the row map of a Dispatch over another group, or that sends otherwise."""
-        for name in ("quantized_send", "symmetric_memory"):
-            given = getattr(self, name), getattr(producer, name, None)
-            if isinstance(producer, Dispatch) and given[0] != given[1]:
+        if not isinstance(producer, Dispatch):
+            return
+        for name in ("process_group", "quantized_send", "symmetric_memory"):
+            own, given = getattr(self, name), getattr(producer, name)
+            if own is not given:
+                if name == "process_group":
+                    own, given = f"one of {self.processes} processes", producer.processes
                 raise ValueError(
                     f"{name} of Combine must be that of the Dispatch whose rows it sums, got "
-                    f"{given[0]} and {given[1]}"
+                    f"{own} and {given}"
                 )
-        if isinstance(producer, Dispatch) and producer.process_group is not self.process_group:
-            raise ValueError(
-                "process_group of Combine must be that of the Dispatch whose rows it sums, got "
-                f"{self.processes} processes and {producer.processes}, or another group of as many"
-            )
 
     def forward_impl(
-        self,
-        ctx: OperationContext,
-        input_: Tensor,
-        row_map: Tensor | None,
-        *others: Tensor | None,
+        self, ctx: OperationContext, input_: Tensor, row_map: Tensor | None, *others: Tensor | None
     ) -> Tensor:
         """One sum over each token's choices."""
         rows = values(input_)
         row_map = self._check(rows, row_map)
-        scales = others[-1] if self.weighted else None
-        if self.weighted:
-            check_row_scales(scales, rows, "Combine")
+        scales = check_row_scales(others[-1], rows, "Combine") if self.weighted else None
         flat = row_map.reshape(-1, row_map.shape[-1])
-        ctx.num_rows = rows.shape[0]
-        ctx.rows_dtype = rows.dtype
+        ctx.num_rows, ctx.rows_dtype = rows.shape[0], rows.dtype
         saved = (flat, rows, scales) if self.weighted else (flat,)
         if self.process_group is None:
             y, _ = moe.gather_sum(rows, flat, scales, None, reads_ahead=ctx.reads_ahead)
@@ -612,18 +604,18 @@ class Combine(BasicOperation):
         ctx.exchange, sent_map = self._exchange(flat, *others[:2])
         ctx.save_for_backward(*saved, sent_map)
         copies = sent_map.reshape(-1, sent_map.shape[-1])
-        shape, dtype = (*sent_map.shape[:-1], rows.shape[1]), rows.dtype
-        rows = unrounded(rows, flat, scales)
-        back = ReturnExchange(ctx.exchange, "Combine", (rows.shape[1], rows.dtype))
-        back.sums(rows, flat, scales, None)
+        shape = *sent_map.shape[:-1], rows.shape[1]
+        wide = unrounded(rows, flat, scales)
+        back = ReturnExchange(ctx.exchange, "Combine", (wide.shape[1], wide.dtype))
+        back.sums(wide, flat, scales, None)
 
         def sums() -> Tensor:
             (returned,) = back.finish()
-            y = cast(sum_copies(returned, copies), dtype).view(shape)
+            y = cast(sum_copies(returned, copies), ctx.rows_dtype).view(shape)
             back.end()
             return y
 
-        return defer(ctx, rows.new_empty(shape, dtype=dtype), sums) if ctx.deferred else sums()
+        return defer(ctx, rows.new_empty(shape), sums) if ctx.deferred else sums()
 
     @property
     def communicates(self) -> bool:
@@ -642,7 +634,7 @@ class Combine(BasicOperation):
     def begin_token_grads(
         self, ctx: OperationContext, grad_output: Tensor, sent_map: Tensor
     ) -> Callable[[], Tensor | PeerRows]:
-        """Begin :meth:`token_grads`, which finds the result, a function that waits, on the context."""
+        """Begin :meth:`token_grads`, which finds the result on the context and calls it."""
         dy = cast(grad_output.reshape(-1, grad_output.shape[-1]), ctx.rows_dtype)
         copies = sent_map.reshape(-1, sent_map.shape[-1])
         sent_as = wire_format(ctx.recipe, "grad") if self.quantized_send else None
@@ -662,17 +654,15 @@ class Combine(BasicOperation):
                 "sent_counts of Combine must be int64 on the host, as Dispatch gives it, got "
                 f"{described(counts)}"
             )
+        group, received_tokens = self.process_group, row_map.shape[0]
         if not counts.numel():
-            padded = row_map.shape[0] // self.processes
-            memory = None
-            if self.symmetric_memory:
-                memory = peer_memory(self.process_group, sent_map.device)
-            return Exchange(self.process_group, None, None, padded, memory), sent_map
+            memory = peer_memory(group, sent_map.device) if self.symmetric_memory else None
+            return Exchange(group, None, None, received_tokens // self.processes, memory), sent_map
         if isinstance(counts, FakeTensor):
-            sent = received = balanced_sizes(row_map.shape[0], self.process_group)
+            sent = received = balanced_sizes(received_tokens, group)
         else:
             sent, received = map(tuple, counts.tolist())
-        return Exchange(self.process_group, sent, received, 0), sent_map
+        return Exchange(group, sent, received, 0), sent_map
 
     @staticmethod
     def _check(rows: Tensor, row_map: Tensor | None) -> Tensor:

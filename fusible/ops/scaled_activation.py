@@ -28,8 +28,8 @@ class _Scaled(Activation):
     saves = "x, scales"
 
     def __init__(self, *, activation_recompute_in_mlp: bool = False) -> None:
-        op_name = type(self).__name__
-        check_bools(op_name, activation_recompute_in_mlp=activation_recompute_in_mlp)
+        flags = {"activation_recompute_in_mlp": activation_recompute_in_mlp}
+        check_bools(type(self).__name__, **flags)
         super().__init__()
         self.activation_recompute_in_mlp = activation_recompute_in_mlp
 
@@ -143,9 +143,6 @@ class ScaledClampedQGeGLU(ScaledGLU):
     """
 
     activation = "clamped_qgeglu"
-    limit: float
-    alpha: float
-    glu_linear_offset: float
 
     def __init__(
         self,
@@ -159,7 +156,8 @@ class ScaledClampedQGeGLU(ScaledGLU):
         super().__init__(
             glu_interleave_size, activation_recompute_in_mlp=activation_recompute_in_mlp
         )
-        self.set_options(limit=limit, alpha=alpha, glu_linear_offset=glu_linear_offset)
+        self.limit, self.alpha, self.glu_linear_offset = limit, alpha, glu_linear_offset
+        self.check_options()
 
 
 class ScaledSiTUGLU(ScaledGLU):
@@ -174,8 +172,6 @@ class ScaledSiTUGLU(ScaledGLU):
     """
 
     activation = "situglu"
-    beta1: float
-    beta2: float
 
     def __init__(
         self,
@@ -188,4 +184,5 @@ class ScaledSiTUGLU(ScaledGLU):
         super().__init__(
             glu_interleave_size, activation_recompute_in_mlp=activation_recompute_in_mlp
         )
-        self.set_options(beta1=beta1, beta2=beta2)
+        self.beta1, self.beta2 = beta1, beta2
+        self.check_options()
