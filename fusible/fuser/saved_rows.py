@@ -69,7 +69,7 @@ class SavedRowsPool:
         self._is_entered = False
 
     def __enter__(self) -> SavedRowsPool:
-        if _active.pool is not None or self._is_entered:
+        if getattr(_active, "pool", None) is not None or self._is_entered:
             raise RuntimeError("a SavedRowsPool must not be entered inside another, or twice")
         self._step, self._used = self._step + 1, 0
         _active.pool, self._is_entered = self, True
@@ -115,16 +115,12 @@ Restore = dict[int, Callable[[], Tensor]]
 """What gives the rows in a pool, by place among what an op saves."""
 
 
-class _Active(threading.local):
-    pool: SavedRowsPool | None = None
-
-
-_active = _Active()
+_active = threading.local()
 
 
 def active_pool() -> SavedRowsPool | None:
     """The pool in which this thread saves; None where hooks take what is saved, or it is traced."""
-    pool = None if torch.compiler.is_compiling() else _active.pool
+    pool = None if torch.compiler.is_compiling() else getattr(_active, "pool", None)
     return None if pool is None or hooks_hold_saved() else pool
 
 

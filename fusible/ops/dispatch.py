@@ -21,7 +21,7 @@ from fusible.fuser.op_facts import Dtypes, autocast_to
 from fusible.fuser.overlap import defer
 from fusible.fuser.tracing import constant_when_traced
 from fusible.kernels import moe
-from fusible.kernels.moe.peers import PeerRows
+from fusible.kernels.moe.cuda import PeerRows
 from fusible.kernels.quantize.k_major import StoredOperand
 from fusible.ops.collectives import check_initialized
 from fusible.ops.exchange import (
@@ -472,7 +472,7 @@ class Dispatch(BasicOperation):
         of_x, of_probs = ctx.needs.input, ctx.needs.extra_inputs[0]
         sizes = (rows.shape[1], rows.dtype), (row_map.shape[1], ctx.dtype)
         sent = [size for size, needed in zip(sizes, (of_x, of_probs), strict=True) if needed]
-        back = ReturnExchange(ctx.exchange, "Dispatch", *sent)
+        back = ReturnExchange(ctx.exchange, *sent)
         if of_x:
             picked = back.sums(rows, *given)
         else:
@@ -606,7 +606,7 @@ class Combine(BasicOperation):
         copies = sent_map.reshape(-1, sent_map.shape[-1])
         shape = *sent_map.shape[:-1], rows.shape[1]
         wide = unrounded(rows, flat, scales)
-        back = ReturnExchange(ctx.exchange, "Combine", (wide.shape[1], wide.dtype))
+        back = ReturnExchange(ctx.exchange, (wide.shape[1], wide.dtype))
         back.sums(wide, flat, scales, None)
 
         def sums() -> Tensor:
@@ -638,45 +638,34 @@ class Combine(BasicOperation):
         dy = cast(grad_output.reshape(-1, grad_output.shape[-1]), ctx.rows_dtype)
         copies = sent_map.reshape(-1, sent_map.shape[-1])
         sent_as = wire_format(ctx.recipe, "grad") if self.quantized_send else None
-        return begin_send_as(dy, sent_as, copies, ctx.exchange, "Combine")
+        return begin_send_as(dy, sent_as, copies, ctx.exchange)
 
     def _exchange(
         self, row_map: Tensor, sent_map: Tensor | None, counts: Tensor | None
     ) -> tuple[Exchange, Tensor]:
         """The exchange of the Dispatch, from its outputs, and the sent map."""
         if sent_map is None or sent_map.dtype != torch.int32 or sent_map.dim() == 0:
-            raise ValueError(
-                "sent_map of Combine must be int32 of shape (..., c), as Dispatch gives it, got "
-                f"{described(sent_map)}"
-            )
+            raise _not_of_dispatch("sent_map", "int32 of shape (..., c)", sent_map)
         if counts is None or counts.dtype != torch.int64 or (counts.is_cuda and counts.numel()):
-            raise ValueError(
-                "sent_counts of Combine must be int64 on the host, as Dispatch gives it, got "
-                f"{described(counts)}"
-            )
-        group, received_tokens = self.process_group, row_map.shape[0]
+            raise _not_of_dispatch("sent_counts", "int64 on the host", counts)
+        group, tokens = self.process_group, row_map.shape[0]
         if not counts.numel():
             memory = peer_memory(group, sent_map.device) if self.symmetric_memory else None
-            return Exchange(group, None, None, received_tokens // self.processes, memory), sent_map
+            padded = tokens // self.processes
+            return Exchange("Combine", group, None, None, padded, memory), sent_map
         if isinstance(counts, FakeTensor):
-            sent = received = balanced_sizes(received_tokens, group)
+            sent = received = balanced_sizes(tokens, group)
         else:
             sent, received = map(tuple, counts.tolist())
-        return Exchange(group, sent, received, 0), sent_map
+        return Exchange("Combine", group, sent, received, 0), sent_map
 
     @staticmethod
     def _check(rows: Tensor, row_map: Tensor | None) -> Tensor:
         check_dtype(rows, "input", "Combine")
-        if (
-            row_map is None
-            or row_map.dtype != torch.int32
-            or row_map.dim() == 0
-            or row_map.device != rows.device
-        ):
-            raise ValueError(
-                f"row_map of Combine must be int32 of shape (..., k) on {rows.device}, as Dispatch "
-                f"gives it, got {described(row_map)}"
-            )
+        fits = row_map is not None and row_map.device == rows.device and row_map.dim() > 0
+        if row_map is None or not fits or row_map.dtype != torch.int32:
+            must_be = f"int32 of shape (..., k) on {rows.device}"
+            raise _not_of_dispatch("row_map", must_be, row_map)
         # A comparison of symbolic sizes would be a guard, which export refuses.
         fits = torch.compiler.is_exporting() or rows.shape[0] <= row_map.numel()
         if rows.dim() != 2 or not fits:
@@ -714,3 +703,9 @@ class Combine(BasicOperation):
             dscales = moe.row_dots(rows, cast(copy_received(dy), rows.dtype), row_map, True)
             extra[-1] = cast(dscales, scales.dtype)
         return drows, *extra
+
+
+def _not_of_dispatch(name: str, must_be: str, got: Tensor | None) -> ValueError:
+    return ValueError(
+        f"{name} of Combine must be {must_be}, as Dispatch gives it, got {described(got)}"
+    )

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from fusible.formulas import math_dtype
 from fusible.kernels import moe
 from fusible.kernels.moe import cuda as moe_kernels
-from fusible.kernels.moe.peers import PeerRows
+from fusible.kernels.moe.cuda import PeerRows
 from fusible.ops.collectives import all_gather, begin_all_gather
 from fusible.ops.peer_memory import PeerMemory, aligned_bytes, all_said, reserve
 from fusible.recipes.formats import NumberFormat
@@ -44,6 +44,7 @@ SENT = {
 class Exchange(NamedTuple):
     """The sizes of one exchange, which its forward and its backward share."""
 
+    op_name: str
     group: Any
     sent: tuple[int, ...] | None
     """Copies sent to each process; None where every process gets all tokens."""
@@ -93,65 +94,57 @@ def _bytes(t: Tensor) -> Tensor:
     return flat.view(t.shape[0], t.shape[1] * t.element_size())
 
 
-def _split_bytes(
-    message: Tensor, widths: Sequence[int], dtypes: Sequence[torch.dtype]
-) -> list[Tensor]:
-    """Bytes ``[R, n]`` as matrices of these dtypes, each of so many bytes a row, in own memory.
+def _packed(*parts: Tensor) -> tuple[Tensor, Callable[[Tensor], list[Tensor]]]:
+    """Matrices ``[T, n]`` as one of bytes, and a function that divides such a one ``[R, n]`` again.
 
-    Parts of a single row are contiguous as they lie, but may begin where no such number may.
+    Into own memory: parts of a single row are contiguous as they lie, but may begin where no such
+    number may.
     """
-    parts = message.split(list(widths), dim=1)
-    copies = [part.clone(memory_format=torch.contiguous_format) for part in parts]
-    return [copy.view(dtype) for copy, dtype in zip(copies, dtypes, strict=True)]
+    of_parts = [_bytes(part) for part in parts]
+    widths, dtypes = [part.shape[1] for part in of_parts], [part.dtype for part in parts]
+
+    def unpack(message: Tensor) -> list[Tensor]:
+        own = [p.clone(memory_format=torch.contiguous_format) for p in message.split(widths, 1)]
+        return [part.view(dtype) for part, dtype in zip(own, dtypes, strict=True)]
+
+    return torch.cat(of_parts, 1), unpack
 
 
-def _all_to_all(
-    t: Tensor,
-    group: Any,
-    sent: Sequence[int] | None,
-    received: Sequence[int] | None,
-    begin: bool,
-) -> tuple[Tensor, Any]:
+def _all_to_all(t: Tensor, group: Any, sent: Any, received: Any, begin: bool) -> tuple[Tensor, Any]:
     """The rows that all processes have for this one, in order of rank; None: equal parts.
 
     And what to wait for, with ``begin``.
     """
     out = t.new_empty(t.shape[0] if received is None else sum(received), *t.shape[1:])
-    of_out = None if received is None else list(received)
-    of_in = None if sent is None else list(sent)
-    work = dist.all_to_all_single(
-        _bytes(out), _bytes(t), of_out, of_in, group=group, async_op=begin
-    )
-    return out, work
+    into, given = _bytes(out), _bytes(t)
+    return out, dist.all_to_all_single(into, given, received, sent, group=group, async_op=begin)
 
 
-def begin_send(
-    x: Tensor, sent_map: Tensor, exchange: Exchange, op_name: str
-) -> Callable[[], Tensor]:
+def begin_send(x: Tensor, sent_map: Tensor, exchange: Exchange) -> Callable[[], Tensor]:
     """Begin to send copies of the tokens ``x`` ``[T, n]`` of all processes to those that need them.
 
     Returns a function that waits for the tokens of this process and gives them, ``[R, n]``, in
     order of rank, then of token. Where all are sent, padding tokens are zero.
     """
-    group, dtype = exchange.group, x.dtype
+    dtype = x.dtype
     if exchange.sent is not None:
         copies, _ = moe.scatter_rows(x, sent_map, None, sum(exchange.sent), False)
-        return _begun(op_name, group, _all_to_all, copies, exchange.sent, exchange.received)
+        return _begun(exchange, _all_to_all, copies, exchange.sent, exchange.received)
     if exchange.padded != x.shape[0]:
         x = torch.cat((x, x.new_zeros(exchange.padded - x.shape[0], x.shape[1])))
-    wait = _begun(op_name, group, begin_all_gather, _bytes(x))
+    wait = _begun(exchange, begin_all_gather, _bytes(x))
     return lambda: wait().view(dtype)
 
 
 def _begun(
-    op_name: str, group: Any, function: Callable[..., Any], sent: Tensor, *args: Any
+    exchange: Exchange, function: Callable[..., Any], sent: Tensor, *args: Any
 ) -> Callable[[], Tensor]:
     """Begin an exchange; return a function that waits for its result.
 
     In a graph that is traced nothing is left to wait for, whatever torch's function returns there
     (2.11: the tensor).
     """
-    begin = not torch.compiler.is_compiling()
+    (op_name, group, *_), begin = exchange, not torch.compiler.is_compiling()
     out, work = communicate(op_name, group, function, sent, group, *args, begin)
 
     def finish(kept: Tensor = sent) -> Tensor:  # which is read until then
@@ -172,7 +165,7 @@ def wire_format(recipe: Any, role: Role) -> NumberFormat | None:
 
 
 def begin_send_as(
-    x: Tensor, fmt: NumberFormat | None, sent_map: Tensor, exchange: Exchange, op_name: str
+    x: Tensor, fmt: NumberFormat | None, sent_map: Tensor, exchange: Exchange
 ) -> Callable[[], Tensor | PeerRows]:
     """:func:`begin_send` of ``x``, quantized row-wise unless ``fmt`` is None.
 
@@ -181,15 +174,15 @@ def begin_send_as(
     if fmt is None:
         placed = _begin_placing(exchange.memory, [(x, exchange.padded)])
         if placed is None:
-            return begin_send(x, sent_map, exchange, op_name)
+            return begin_send(x, sent_map, exchange)
         return lambda: placed()[0]
     row, _ = quantize_matrix(x, fmt, rowwise=True, columnwise=False)
     assert row is not None
-    parts, elements, dtype = [_bytes(row.data), _bytes(row.scale)], row.data.dtype, x.dtype
-    wait = begin_send(torch.cat(parts, 1), sent_map, exchange, op_name)
+    (message, unpack), dtype = _packed(row.data, row.scale), x.dtype
+    wait = begin_send(message, sent_map, exchange)
 
-    def finish(widths: Sequence[int] = [part.shape[1] for part in parts]) -> Tensor:
-        data, scale = _split_bytes(wait(), widths, (elements, fmt.scale_dtype))
+    def finish() -> Tensor:
+        data, scale = unpack(wait())
         return dequantize_matrix(QuantizedMatrix(data, scale, None, fmt), dtype)
 
     return finish
@@ -234,9 +227,7 @@ def scatter_received(
     arguments = row_map, weights, rows, scale
     if isinstance(x, Tensor):
         return moe.scatter_rows(x, *arguments, zero_tail=zero_tail)
-    scattered: Any = NotImplemented
-    if x.table:
-        scattered = moe_kernels.scatter_rows(x, *arguments, zero_tail=zero_tail)
+    scattered: Any = moe_kernels.scatter_rows(x, *arguments, zero_tail=zero_tail)
     if scattered is NotImplemented:
         scattered = moe.scatter_rows(x.copied(), *arguments, zero_tail=zero_tail)
     x.end()
@@ -260,14 +251,11 @@ class ReturnExchange:
 
     Args:
         exchange: that brought the copies.
-        op_name: for errors.
         matrices: features and dtype of each matrix ``[R, features]`` that goes back.
     """
 
-    def __init__(
-        self, exchange: Exchange, op_name: str, *matrices: tuple[int, torch.dtype]
-    ) -> None:
-        self._exchange, self._op_name = exchange, op_name
+    def __init__(self, exchange: Exchange, *matrices: tuple[int, torch.dtype]) -> None:
+        self._exchange = exchange
         memory = exchange.memory
         if memory is not None:
             rows = memory.processes * exchange.padded
@@ -280,26 +268,25 @@ class ReturnExchange:
         self, rows: Tensor, row_map: Tensor, weights: Tensor | None, values: Tensor | None
     ) -> Tensor:
         """Return each copy's sum of its rows; and give ``values`` by choice: ``moe.gather_sum``."""
-        out = None if self._memory is None else self._slots(rows.shape[1], rows.dtype)
-        if out is not None and out.table:
-            result = moe_kernels.gather_sum(rows, row_map, weights, values, out)
-            if result is not NotImplemented:
-                return result[1]
-        sums, picked = moe.gather_sum(rows, row_map, weights, values)
-        if out is None:
+        given = rows, row_map, weights, values
+        if self._memory is None:
+            sums, picked = moe.gather_sum(*given)
             self.rows(sums)
-        else:
-            out.copy_(sums)
-        return picked
+            return picked
+        out = self._slots(rows.shape[1], rows.dtype)
+        result = moe_kernels.gather_sum(*given, out)
+        if result is NotImplemented:
+            result = moe.gather_sum(*given)
+            out.copy_(result[0])
+        return result[1]
 
     def rows(self, partial: Tensor) -> None:
         """Return ``[R, n]``, one row for each copy."""
         if self._memory is not None:
             self._slots(partial.shape[1], partial.dtype).copy_(partial)
             return
-        group, sent, received, *_ = self._exchange
-        begun = _begun(self._op_name, group, _all_to_all, partial, received, sent)
-        self._returned.append(begun)
+        _, _, sent, received, *_ = self._exchange
+        self._returned.append(_begun(self._exchange, _all_to_all, partial, received, sent))
 
     def _slots(self, features: int, dtype: torch.dtype) -> PeerRows:
         assert self._memory is not None
@@ -343,12 +330,9 @@ def send_choices(
     """
     if per_choice:
         ids, probs, sent_map = (t.reshape(-1, 1) for t in (ids, probs, sent_map))
-    k = ids.shape[1]
     # One message; ids from 1, so that zeros are no expert.
-    message = torch.cat((_bytes(ids.int() + 1), _bytes(probs)), 1)
-    message = begin_send(message, sent_map, exchange, "Dispatch")()
-    widths = 4 * k, probs.element_size() * k
-    ids, probs = _split_bytes(message, widths, (torch.int32, probs.dtype))
+    message, unpack = _packed(ids.int() + 1, probs)
+    ids, probs = unpack(begin_send(message, sent_map, exchange)())
     return ids - 1, probs
 
 
@@ -384,11 +368,8 @@ class Settings(NamedTuple):
 def receive(x: Tensor, probs: Tensor, ids: Tensor, settings: Settings) -> Received:
     """Send the tokens ``x`` ``[T, H]`` to their experts, and receive those for the experts here.
 
-    Args:
-        x: tokens.
-        probs: the weights of their choices, ``[T, k]``.
-        ids: the experts, ``[T, k]``, -1 or the number of all experts for none.
-        settings: how.
+    ``probs`` are the weights of their choices, ``[T, k]``, and ``ids`` the experts, ``[T, k]``, -1
+    or the number of all experts for none.
 
     Raises:
         ValueError: processes disagree about an option, experts get more rows than the bound, or
@@ -408,7 +389,7 @@ def receive(x: Tensor, probs: Tensor, ids: Tensor, settings: Settings) -> Receiv
     else:
         routed = _route_copies(ids, settings)
     exchange, sent_map, *_ = routed
-    received = begin_send_as(x, settings.sent_as, sent_map, exchange, "Dispatch")()
+    received = begin_send_as(x, settings.sent_as, sent_map, exchange)()
     ids, probs = send_choices(ids, probs, sent_map, exchange, mode == "rows")
     return Received(received, probs, ids, *routed)
 
@@ -426,11 +407,11 @@ def _balanced(ids: Tensor, settings: Settings) -> Routed:
     group, processes, (tokens, k) = settings.group, settings.processes, ids.shape
     width = k if settings.mode == "rows" else processes
     if settings.mode == "all":
-        exchange = Exchange(group, None, None, settings.max_tokens or tokens)
+        exchange = Exchange("Dispatch", group, None, None, settings.max_tokens or tokens)
         rows = processes * exchange.padded * min(k, settings.local)
     else:
         sizes = balanced_sizes(tokens * min(k, width), group)
-        exchange, rows = Exchange(group, sizes, sizes, 0), tokens * k
+        exchange, rows = Exchange("Dispatch", group, sizes, sizes, 0), tokens * k
     sent_map = ids.new_empty(tokens, width, dtype=torch.int32)
     return exchange, sent_map, rows, k * tokens * processes
 
@@ -464,7 +445,7 @@ def _receive_all(x: Tensor, probs: Tensor, ids: Tensor, settings: Settings) -> R
     processes, (tokens, k) = settings.processes, ids.shape
     padded = max_tokens or tokens
     memory = _memory_for(x, probs, padded, settings)
-    exchange = Exchange(group, None, None, padded, memory)
+    exchange = Exchange("Dispatch", group, None, None, padded, memory)
     # No copy from the host, which a CUDA graph would repeat.
     header = torch.cat([ids.new_full((1, 1), n, dtype=torch.int64) for n in (digest, tokens)], 1)
     sent_map = _all_sent(tokens, padded, processes, ids.device)
@@ -480,7 +461,7 @@ def _receive_all(x: Tensor, probs: Tensor, ids: Tensor, settings: Settings) -> R
         table = communicate("Dispatch", group, all_gather, header, group)
         _check_processes_agree(table, tokens, max_tokens)
         by_group = exchange._replace(memory=None)
-        received = begin_send_as(x, sent_as, sent_map, by_group, "Dispatch")()
+        received = begin_send_as(x, sent_as, sent_map, by_group)()
         ids, probs = send_choices(ids, probs, sent_map, by_group, False)
     rows = processes * padded * min(k, local)
     if receive_factor is not None:
@@ -552,9 +533,10 @@ def _read_sizes(table: Tensor, sent_map: Tensor, k: int, settings: Settings) -> 
     if settings.mode == "all":
         padded = max(tokens)
         sent_map = _all_sent(tokens[rank], padded, processes, table.device)
-        exchange = Exchange(group, None, None, padded)
+        exchange = Exchange("Dispatch", group, None, None, padded)
     else:
-        exchange = Exchange(group, tuple(of[rank] for of in copies), copies[rank], 0)
+        sent = tuple(of[rank] for of in copies)
+        exchange = Exchange("Dispatch", group, sent, copies[rank], 0)
     return exchange, sent_map, rows[rank], k * sum(tokens)
 
 

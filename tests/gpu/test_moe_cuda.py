@@ -13,7 +13,7 @@ from fusible import formulas
 from fusible.kernels import grouped, moe
 from fusible.kernels.moe import cuda as kernels
 from fusible.kernels.moe import definitions
-from fusible.kernels.moe.peers import PeerRows
+from fusible.kernels.moe.cuda import PeerRows
 from fusible.kernels.moe.spec import FUSED_ROUTER_TOKENS, SortSpec
 from fusible.kernels.sm90.grouped_products import WeightProducts
 from fusible.recipes import Float8BlockScaling

@@ -6,15 +6,14 @@ definitions run, with the same bits except in dot products, logits and scores.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import NotImplementedType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fusible.formulas import math_dtype
-from fusible.kernels.moe.peers import PeerRows
 from fusible.kernels.moe.spec import (
     BYTES,
     FEW_TOKENS,
@@ -38,6 +37,35 @@ _MAX_TOP_K = 32
 _MIN_SM = 80
 _MIN_FP8_SM = 89
 _BLOCK_SCALING = fp8_block().scaling  # of the formats that the kernel quantizes to
+
+
+class PeerRows(NamedTuple):
+    """Rows ``[processes * n, features]`` in order of rank, ``[n, features]`` in each memory."""
+
+    parts: Sequence[Tensor]
+    """The rows in each process's memory."""
+    table: int
+    """Device address of the table of addresses at which these memories begin."""
+    offset: int
+    """Bytes from where a memory begins to its rows."""
+    rank: int
+    """The rank of this process."""
+    end: Callable[[], None]
+    """To be called when the last read of them is enqueued."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the rows."""
+        return self.parts[0].dtype
+
+    def copied(self) -> Tensor:
+        """All rows in memory of this process's own."""
+        return torch.cat(list(self.parts))
+
+    def copy_(self, rows: Tensor) -> None:
+        """Write all rows."""
+        for part, own in zip(self.parts, rows.tensor_split(len(self.parts)), strict=True):
+            part.copy_(own)
 
 
 def supports_row_copies(t: Tensor, row_map: Tensor, *others: Tensor | None) -> bool:
