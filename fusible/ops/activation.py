@@ -274,8 +274,7 @@ class SiTUGLU(_GLU):
     Saves ``(x,)`` and ``ctx.dtype``.
 
     Args:
-        beta1: soft cap of the gate, finite and positive.
-        beta2: soft cap of the linear half, finite and positive.
+        beta1, beta2: soft caps of the gate and of the linear half, finite and positive.
         cache_quantized_input, glu_interleave_size: as in :class:`SwiGLU`.
     """
 

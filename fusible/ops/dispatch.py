@@ -64,7 +64,28 @@ class Choices(NamedTuple):
     """The extra outputs of a dispatch over a group."""
 
 
-class Dispatch(BasicOperation):
+class _OverGroup(BasicOperation):
+    """An op over a process group, or of one process; arguments as in :class:`Dispatch`."""
+
+    def __init__(self, process_group: Any, quantized_send: bool, symmetric_memory: bool) -> None:
+        name = type(self).__name__
+        check_bools(name, quantized_send=quantized_send, symmetric_memory=symmetric_memory)
+        super().__init__()
+        self.processes = 1
+        if process_group is not None:
+            check_initialized(name)
+            if hasattr(process_group, "get_group"):  # of a DeviceMesh
+                process_group = process_group.get_group()
+            self.processes = dist.get_world_size(process_group)
+        self.process_group = process_group
+        self.quantized_send, self.symmetric_memory = quantized_send, symmetric_memory
+
+    def abandon(self) -> None:
+        """Abandon the exchanges of the group that are under way."""
+        abandon(self.process_group)
+
+
+class Dispatch(_OverGroup):
     """One row for each of a token's choices of experts, sorted by expert: ``[rows, H]``.
 
     The input is tokens ``[..., H]``. Extra inputs: ``probs`` ``[..., k]``, floating, and
@@ -166,23 +187,17 @@ class Dispatch(BasicOperation):
         quantized_send: bool = False,
         symmetric_memory: bool = True,
     ) -> None:
-        check_bools(
-            "Dispatch",
-            scale_input=scale_input,
-            recompute_rows=recompute_rows,
-            quantized_send=quantized_send,
-            symmetric_memory=symmetric_memory,
-        )
+        check_bools("Dispatch", scale_input=scale_input, recompute_rows=recompute_rows)
         scales = () if scale_input else ("scales",)
         of_group = () if process_group is None else ("sent_map", "sent_counts", "load")
         self.extra_output_names = ("split_sizes", *scales, "row_map", *of_group)
         self.num_extra_outputs = len(self.extra_output_names)
-        super().__init__()
+        super().__init__(process_group, quantized_send, symmetric_memory)
         check_sizes("Dispatch", num_experts=num_experts)
-        _check_factors(capacity_factor=capacity_factor, receive_factor=receive_factor)
+        _check_factor("capacity_factor", capacity_factor)
+        _check_factor("receive_factor", receive_factor)
         if send not in (None, *SEND):
             raise ValueError(f"send of Dispatch must be None or one of {SEND}, got {send!r}")
-        self.process_group, self.processes = _members("Dispatch", process_group)
         if num_experts % self.processes:
             raise ValueError(
                 f"num_experts of Dispatch must be a multiple of the group's {self.processes} "
@@ -197,11 +212,8 @@ class Dispatch(BasicOperation):
                     "processes equally many tokens"
                 )
         self.send, self.receive_factor, self.max_tokens = send, receive_factor, max_tokens
-        self.quantized_send, self.symmetric_memory = quantized_send, symmetric_memory
-        self.num_experts = num_experts
-        self.scale_input = scale_input
-        self.recompute_rows = recompute_rows
-        self.capacity_factor = capacity_factor
+        self.num_experts, self.capacity_factor = num_experts, capacity_factor
+        self.scale_input, self.recompute_rows = scale_input, recompute_rows
 
     def check_producer(self, slot: int, producer: Any) -> None:
         """Refuse a router that chooses among more experts, whose tokens would be lost."""
@@ -211,10 +223,6 @@ class Dispatch(BasicOperation):
                 f"the TopKRouter before it, got {self.num_experts}; the tokens of the others would "
                 "be lost"
             )
-
-    def abandon(self) -> None:
-        """Abandon the exchanges of the group that are under way."""
-        abandon(self.process_group)
 
     @property
     def local_experts(self) -> int:
@@ -499,29 +507,18 @@ class Dispatch(BasicOperation):
         return finish
 
 
-def _check_factors(**factors: float | None) -> None:
-    """Raise ValueError unless factors of a Dispatch are positive and finite, or None."""
-    for name, factor in factors.items():
-        if factor is not None:
-            check_numbers("Dispatch", **{name: factor})
-            if not 0 < factor < math.inf:
-                raise ValueError(
-                    f"{name} of Dispatch must be positive and finite, or None for no limit, got "
-                    f"{factor}"
-                )
+def _check_factor(name: str, factor: float | None) -> None:
+    """Raise ValueError unless a factor of a Dispatch is positive and finite, or None."""
+    if factor is None:
+        return
+    check_numbers("Dispatch", **{name: factor})
+    if not 0 < factor < math.inf:
+        raise ValueError(
+            f"{name} of Dispatch must be positive and finite, or None for no limit, got {factor}"
+        )
 
 
-def _members(op_name: str, group: Any) -> tuple[Any, int]:
-    """A process group, also of a one-dimensional mesh, and its size; None and 1 for None."""
-    if group is None:
-        return None, 1
-    check_initialized(op_name)
-    if hasattr(group, "get_group"):  # of a DeviceMesh
-        group = group.get_group()
-    return group, dist.get_world_size(group)
-
-
-class Combine(BasicOperation):
+class Combine(_OverGroup):
     """Each token's sum of its rows, ``[..., H]``, from rows ``[rows, H]`` and their row map.
 
     Extra inputs, which a :class:`Dispatch` of the run gives by name: ``row_map``, int32
@@ -563,15 +560,12 @@ class Combine(BasicOperation):
         quantized_send: bool = False,
         symmetric_memory: bool = True,
     ) -> None:
-        options = {"quantized_send": quantized_send, "symmetric_memory": symmetric_memory}
-        check_bools("Combine", weighted=weighted, **options)
+        check_bools("Combine", weighted=weighted)
         of_group = () if process_group is None else ("sent_map", "sent_counts")
         self.extra_input_names = ("row_map", *of_group, *(("scales",) if weighted else ()))
         self.num_extra_inputs = len(self.extra_input_names)
-        super().__init__()
-        self.process_group, self.processes = _members("Combine", process_group)
-        self.weighted, self.quantized_send = weighted, quantized_send
-        self.symmetric_memory = symmetric_memory
+        super().__init__(process_group, quantized_send, symmetric_memory)
+        self.weighted = weighted
 
     def check_producer(self, slot: int, producer: Any) -> None:
         """Refuse the row map of a Dispatch over another group, or that sends otherwise."""
@@ -621,10 +615,6 @@ class Combine(BasicOperation):
     def communicates(self) -> bool:
         """Whether tokens are exchanged between processes."""
         return self.process_group is not None
-
-    def abandon(self) -> None:
-        """Abandon the exchanges of the group that are under way."""
-        abandon(self.process_group)
 
     def begin_sending(self, ctxs: Sequence[OperationContext], grad_output: Tensor) -> None:
         """Begin to send the gradients of the sums."""

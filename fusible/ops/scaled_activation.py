@@ -135,11 +135,8 @@ class ScaledClampedQGeGLU(ScaledGLU):
     first. Extra input: ``scales`` ``[...]``, one per row. Saves ``(x, scales)`` and ``ctx.dtype``.
 
     Args:
-        glu_interleave_size: as in :class:`ScaledSwiGLU`.
-        limit: bound of the clamps, positive.
-        alpha: slope of the sigmoid.
-        glu_linear_offset: added to the linear half after its clamp.
-        activation_recompute_in_mlp: must be False.
+        glu_interleave_size, activation_recompute_in_mlp: as in :class:`ScaledSwiGLU`.
+        limit, alpha, glu_linear_offset: as in :class:`ClampedSwiGLU`.
     """
 
     activation = "clamped_qgeglu"
@@ -166,8 +163,7 @@ class ScaledSiTUGLU(ScaledGLU):
     Extra input: ``scales`` ``[...]``, one per row. Saves ``(x, scales)`` and ``ctx.dtype``.
 
     Args:
-        glu_interleave_size: as in :class:`ScaledSwiGLU`.
-        activation_recompute_in_mlp: must be False.
+        glu_interleave_size, activation_recompute_in_mlp: as in :class:`ScaledSwiGLU`.
         beta1, beta2: as in :class:`SiTUGLU`.
     """
 

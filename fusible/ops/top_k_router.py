@@ -66,8 +66,7 @@ class TopKRouter(BasicOperation):
         bias: add a learned bias to the logits.
         load_balancing_loss: give :func:`fusible.formulas.load_balancing_loss` out.
         z_loss: give :func:`fusible.formulas.router_z_loss` out.
-        device: of the parameters; PyTorch's default if None.
-        dtype: of the parameters; PyTorch's default if None.
+        device, dtype: of the parameters; PyTorch's defaults if None.
 
     Raises:
         TypeError: a size is no integer.
