@@ -227,7 +227,9 @@ def scatter_received(
     arguments = row_map, weights, rows, scale
     if isinstance(x, Tensor):
         return moe.scatter_rows(x, *arguments, zero_tail=zero_tail)
-    scattered: Any = moe_kernels.scatter_rows(x, *arguments, zero_tail=zero_tail)
+    scattered: Any = NotImplemented
+    if x.table:
+        scattered = moe_kernels.scatter_rows(x, *arguments, zero_tail=zero_tail)
     if scattered is NotImplemented:
         scattered = moe.scatter_rows(x.copied(), *arguments, zero_tail=zero_tail)
     x.end()
@@ -274,7 +276,7 @@ class ReturnExchange:
             self.rows(sums)
             return picked
         out = self._slots(rows.shape[1], rows.dtype)
-        result = moe_kernels.gather_sum(*given, out)
+        result = moe_kernels.gather_sum(*given, out) if out.table else NotImplemented
         if result is NotImplemented:
             result = moe.gather_sum(*given)
             out.copy_(result[0])

@@ -45,7 +45,7 @@ class PeerRows(NamedTuple):
     parts: Sequence[Tensor]
     """The rows in each process's memory."""
     table: int
-    """Device address of the table of addresses at which these memories begin."""
+    """Device address of the table of addresses at which these memories begin; 0: there is none."""
     offset: int
     """Bytes from where a memory begins to its rows."""
     rank: int
