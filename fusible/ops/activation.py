@@ -62,6 +62,8 @@ class Activation(CastingOp):
 
     def value(self, x: Tensor, scales: Tensor | None = None) -> Tensor:
         """The activation, times one scale per row if there are any."""
+        if self.gated:
+            check_interleaved(x, self.glu_interleave_size, type(self).__name__)
         row = ACTIVATIONS[self.activation]
         return row.forward(x, scales, self.glu_interleave_size, **self.options())
 
@@ -174,11 +176,6 @@ class GatedOp(Activation):
         """Check the constants of its formula, once they are set."""
         for option in ACTIVATIONS[self.activation].options:
             option.check(type(self).__name__, getattr(self, option.attribute))
-
-    def value(self, x: Tensor, scales: Tensor | None = None) -> Tensor:
-        """The gated unit, times one scale per row if there are any."""
-        check_interleaved(x, self.glu_interleave_size, type(self).__name__)
-        return super().value(x, scales)
 
 
 class _GLU(_Unscaled, GatedOp):

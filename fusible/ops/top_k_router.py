@@ -16,13 +16,7 @@ from fusible.fuser.context import OperationContext
 from fusible.fuser.op_facts import Dtypes, autocast_to
 from fusible.kernels import moe
 from fusible.ops.collectives import all_reduce
-from fusible.ops.inputs import (
-    check_device,
-    check_dtype,
-    check_features,
-    check_sizes,
-    wrong_shape,
-)
+from fusible.ops.inputs import check_device, check_dtype, check_features, check_sizes, wrong_shape
 from fusible.ops.op import BasicOperation, Grads, OpGrads
 from fusible.recipes.product import values
 

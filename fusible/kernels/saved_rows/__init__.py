@@ -79,12 +79,7 @@ def save_rows(out: Tensor, rows: Tensor, ends: Tensor, copy: int, copies: int) -
 
 
 def restore_rows(
-    memory: Tensor,
-    ends: Tensor,
-    copy: int,
-    copies: int,
-    shape: Sequence[int],
-    dtype: torch.dtype,
+    memory: Tensor, ends: Tensor, copy: int, copies: int, shape: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
     """The rows that `save_rows` copied, ``[M, F]``, with zeros behind the last group.
 
@@ -118,12 +113,7 @@ def _launch(
 
 
 def _restore_on_cuda(
-    memory: Tensor,
-    ends: Tensor,
-    copy: int,
-    copies: int,
-    shape: Sequence[int],
-    dtype: torch.dtype,
+    memory: Tensor, ends: Tensor, copy: int, copies: int, shape: Sequence[int], dtype: torch.dtype
 ) -> Tensor | NotImplementedType:
     restored = memory.new_empty(tuple(shape), dtype=dtype)
     unsupported = _launch("restore", memory, restored, ends, copy, copies)
