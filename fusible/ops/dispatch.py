@@ -338,23 +338,21 @@ class Dispatch(_OverGroup):
         self, ctx: OperationContext, input_: Tensor, probs: Tensor | None, expert_ids: Tensor | None
     ) -> Choices:
         """The tokens of this process, or those that it receives, and their choices."""
-        x, probs, ids = self._operands(ctx, values(input_), probs, expert_ids)
-        ctx.dtype = probs.dtype
-        ctx.shape = input_.shape
+        x: Tensor | PeerRows
+        x, probs, ids = operands = self._operands(ctx, values(input_), probs, expert_ids)
+        ctx.dtype, ctx.shape = probs.dtype, input_.shape
         rows = choices = ids.numel()
         of_group: tuple[Tensor, ...] = ()
-        local = self.local_experts
-        tokens: Tensor | PeerRows = x
         if self.process_group is not None:
-            received, of_group = self._receive(ctx, x, probs, ids)
-            tokens, probs, ids, _, _, rows, choices = received
-            ids = ids - dist.get_rank(self.process_group) * local
+            received, of_group = self._receive(ctx, *operands)
+            x, probs, ids, _, _, rows, choices = received
+            ids = ids - dist.get_rank(self.process_group) * self.local_experts
             if self.scale_input or self.recompute_rows:  # they are read again
-                tokens = copy_received(tokens)
+                x = copy_received(x)
         capacity = self.capacity(choices)
         if capacity is not None:
-            rows = min(rows, local * capacity)
-        return Choices(tokens, probs, ids, rows, capacity, of_group)
+            rows = min(rows, self.local_experts * capacity)
+        return Choices(x, probs, ids, rows, capacity, of_group)
 
     def _receive(
         self, ctx: OperationContext, x: Tensor, probs: Tensor, ids: Tensor
@@ -445,66 +443,48 @@ class Dispatch(_OverGroup):
         # No pop: the tracer of torch 2.11 has a tuple here.
         row_map, *others = ctx.saved_tensors
         x, weights = others[:2] if self.scale_input else (None, None)
-        sent_map = None if self.process_group is None else others[-1]
         dscales = None if self.scale_input else grad_extra_outputs[1]
-
-        def prob_grads(picked: Tensor) -> Tensor | None:  # dscales by choice
-            if x is not None and ctx.needs.extra_inputs[0]:
-                return cast(moe.row_dots(grad_output, x, row_map, False), ctx.dtype)
-            return None if dscales is None else picked
-
-        given = row_map, weights, dscales
-        if sent_map is not None:
-            copies = sent_map.reshape(-1, sent_map.shape[-1])
-            return self._begin_return(ctx, grad_output, given, copies, prob_grads)
-        dx, picked = moe.gather_sum(grad_output, *given)
-        dprobs = prob_grads(picked)
-        if dprobs is not None:
-            dprobs = dprobs.view(*ctx.shape[:-1], row_map.shape[1])
-        return lambda: (dx.view(ctx.shape), dprobs, None)
-
-    def _begin_return(
-        self,
-        ctx: OperationContext,
-        dy: Tensor,
-        given: tuple[Tensor, Tensor | None, Tensor | None],
-        copies: Tensor,
-        prob_grads: Callable[[Tensor], Tensor | None],
-    ) -> Callable[[], OpGrads]:
-        """The gradients of this process's tokens, from those of the tokens that it received.
-
-        Gradients that no process has are zeros: all take part in what is sent.
-        """
-        row_map, weights, _ = given
-        rows = unrounded(dy, row_map, weights)
         of_x, of_probs = ctx.needs.input, ctx.needs.extra_inputs[0]
-        sizes = (rows.shape[1], rows.dtype), (row_map.shape[1], ctx.dtype)
-        sent = [size for size, needed in zip(sizes, (of_x, of_probs), strict=True) if needed]
-        back = ReturnExchange(ctx.exchange, *sent)
-        if of_x:
-            picked = back.sums(rows, *given)
+        rows, back = grad_output, None
+        if self.process_group is not None:
+            rows = unrounded(rows, row_map, weights)
+            sizes = (rows.shape[1], rows.dtype), (row_map.shape[1], ctx.dtype)
+            sent = [size for size, needed in zip(sizes, (of_x, of_probs), strict=True) if needed]
+            back = ReturnExchange(ctx.exchange, *sent)
+        given = rows, row_map, weights, dscales
+        if back is not None and of_x:
+            picked = back.sums(*given)
         else:
-            _, picked = moe.gather_sum(rows, *given)
-        if of_probs:
-            dprobs = prob_grads(picked)
+            dx, picked = moe.gather_sum(*given)
+        dprobs = None if dscales is None else picked  # dscales by choice
+        if x is not None and of_probs:
+            dprobs = cast(moe.row_dots(grad_output, x, row_map, False), ctx.dtype)
+        if back is None:
+            if dprobs is not None:
+                dprobs = dprobs.view(*ctx.shape[:-1], row_map.shape[1])
+            return lambda: (dx.view(ctx.shape), dprobs, None)
+        if of_probs:  # all processes send some: zeros where there are none
             if dprobs is None:
                 dprobs = row_map.new_zeros(row_map.shape, dtype=ctx.dtype)
             back.rows(cast(dprobs, ctx.dtype))
+        sent_map = others[-1]
+        return lambda: self._returned(ctx, back, sent_map.reshape(-1, sent_map.shape[-1]))
 
-        def finish() -> OpGrads:
-            returned, dx, dprobs = back.finish(), None, None
-            if of_x:
-                dx = cast(sum_copies(returned[0], copies), ctx.rows_dtype).view(ctx.shape)
-            if of_probs and ctx.send == "rows":
-                _, dprobs = moe.gather_sum(returned[-1], copies, None, returned[-1].flatten())
-            elif of_probs:
-                dprobs = sum_copies(returned[-1], copies)
-            back.end()
-            if dprobs is not None:
-                dprobs = dprobs.view(*ctx.shape[:-1], ctx.top_k)
-            return dx, dprobs, None
-
-        return finish
+    @staticmethod
+    def _returned(ctx: OperationContext, back: ReturnExchange, copies: Tensor) -> OpGrads:
+        """The gradients of this process's tokens, of what all processes have returned."""
+        returned, dx, dprobs = back.finish(), None, None
+        if ctx.needs.input:
+            dx = cast(sum_copies(returned[0], copies), ctx.rows_dtype).view(ctx.shape)
+        if ctx.needs.extra_inputs[0]:
+            of_probs = returned[-1]
+            if ctx.send == "rows":
+                _, dprobs = moe.gather_sum(of_probs, copies, None, of_probs.flatten())
+            else:
+                dprobs = sum_copies(of_probs, copies)
+            dprobs = dprobs.view(*ctx.shape[:-1], ctx.top_k)
+        back.end()
+        return dx, dprobs, None
 
 
 def _check_factor(name: str, factor: float | None) -> None:
