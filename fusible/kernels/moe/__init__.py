@@ -98,16 +98,17 @@ def _route_tokens(
     return logits, *route(logits, expert_bias, *choice)
 
 
-permute_rows = define(_permute_rows, cuda.permute_outputs, [cuda.permute_rows], name="permute_rows")
+# On fake tensors these run too, by the fakes of the ops that they call.
+permute_rows = define(_permute_rows, _permute_rows, [cuda.permute_rows], name="permute_rows")
 permute_rows_quantized = define(
     _permute_rows_quantized,
-    cuda.permute_rows_quantized_outputs,
+    _permute_rows_quantized,
     [cuda.permute_rows_quantized],
     name="permute_rows_quantized",
 )
 route_tokens = define(
     _route_tokens,
-    cuda.route_tokens_outputs,
+    _route_tokens,
     [cuda.route_tokens],
     lambda x, weight, *_: 2 * x.shape[0] * weight.numel(),
     name="route_tokens",

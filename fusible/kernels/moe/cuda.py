@@ -172,23 +172,6 @@ def scatter_rows(
     return outputs
 
 
-def permute_outputs(
-    x: Tensor, weights: Tensor, ids: Tensor, num_groups: int, capacity: Any, rows: int, *_: Any
-) -> tuple[Tensor, ...]:
-    """The outputs of `permute_rows`, not written."""
-    places = permutation_outputs(ids, num_groups)
-    return x.new_empty(rows, x.shape[1]), weights.new_empty(rows), *places
-
-
-def permute_rows_quantized_outputs(
-    x: Tensor, weights: Tensor, ids: Tensor, num_groups: int, capacity: Any, rows: int, fmt: Any
-) -> tuple[Tensor, ...]:
-    """The outputs of `permute_rows_quantized`, not written."""
-    data = x.new_empty(rows, x.shape[1], dtype=fmt.element.dtype)
-    scale = x.new_empty(-(-x.shape[1] // FP8_BLOCK), rows, dtype=torch.float32)
-    return data, scale, weights.new_empty(rows), *permutation_outputs(ids, num_groups)
-
-
 def permutes_rows(x: Tensor, weights: Tensor, ids: Tensor, num_groups: int, rows: int) -> bool:
     """Whether one kernel sorts the choices and copies the rows: where tokens are few."""
     return (
@@ -215,15 +198,18 @@ def permute_rows(
     """The op `permute_rows`, for few tokens; with ``fmt`` `permute_rows_quantized`."""
     if not permutes_rows(x, weights, ids, num_groups, rows):
         return NotImplemented
-    make_outputs = permute_rows_quantized_outputs if fmt else permute_outputs
-    outputs = make_outputs(x, weights, ids, num_groups, capacity, rows, fmt)
-    scales = () if fmt else (None,)
+    features, dtype = x.shape[1], fmt.element.dtype if fmt else x.dtype
+    data, moved = x.new_empty(rows, features, dtype=dtype), weights.new_empty(rows)
+    others = moved, *permutation_outputs(ids, num_groups)
+    scale_of_data = None
+    if fmt:
+        scale_of_data = x.new_empty(-(-features // FP8_BLOCK), rows, dtype=torch.float32)
     of_rows = rows_spec(x, ids, weights, scale=scale)
     spec = PermuteSpec(of_rows, num_groups, ids.dtype == torch.int64, fmt)
-    arguments = aligned(x), weights.contiguous(), ids.contiguous(), outputs[0], *scales
+    arguments = aligned(x), weights.contiguous(), ids.contiguous(), data, scale_of_data, *others
     sizes = ids.shape[0], rows, _most_rows(ids.numel(), capacity), int(zero_tail)
-    launch("moe.permuted_rows.permute_rows", (spec,), x.device, *arguments, *outputs[1:], *sizes)
-    return outputs
+    launch("moe.permuted_rows.permute_rows", (spec,), x.device, *arguments, *sizes)
+    return (data, scale_of_data, *others) if fmt else (data, *others)
 
 
 def permute_rows_quantized(
@@ -349,14 +335,6 @@ def _route_spec(
     return RouteSpec(experts, *choice, biased, *map(tuple, groups))
 
 
-def route_tokens_outputs(
-    x: Tensor, weight: Tensor, bias: Any, expert_bias: Any, top_k: int, *_: Any
-) -> tuple[Tensor, ...]:
-    """The outputs of `route_tokens`, not written."""
-    logits = x.new_empty(x.shape[0], weight.shape[0], dtype=math_dtype(x.dtype))
-    return logits, *route_outputs(logits, None, top_k)
-
-
 def route_tokens(
     x: Tensor,
     weight: Tensor,
@@ -378,7 +356,8 @@ def route_tokens(
         fits = fits and type(t) in TENSOR_TYPES and t.device == x.device
     if not (fits and _supports_router(tokens, experts, x.device, top_k, options[-1][0])):
         return NotImplemented
-    outputs = route_tokens_outputs(x, weight, bias, expert_bias, top_k)
+    logits = x.new_empty(tokens, experts, dtype=torch.float32)
+    outputs = logits, *route_outputs(logits, None, top_k)
     inputs = aligned(x), aligned(weight), _contiguous(bias), _float(expert_bias)
     of_bias = "" if bias is None else PTX_NAMES[bias.dtype]
     route_spec = _route_spec(experts, top_k, options, expert_bias is not None)
