@@ -30,7 +30,7 @@ from fusible.kernels.runtime.launch import TENSOR_TYPES, aligned, launch
 from fusible.kernels.runtime.workspaces import zeroed_counter
 from fusible.recipes.formats import FP8_BLOCK, NumberFormat, fp8_block
 
-Outputs = tuple[Any, ...] | NotImplementedType
+_Outputs = tuple[Any, ...] | NotImplementedType
 
 _CLUSTER = 8  # CTAs: the largest size that every GPU with clusters supports
 _MAX_TOP_K = 32
@@ -96,7 +96,7 @@ def permutation_outputs(ids: Tensor, num_groups: int, *_: Any) -> tuple[Tensor, 
     )
 
 
-def permutation(ids: Tensor, num_groups: int, capacity: int | None) -> Outputs:
+def permutation(ids: Tensor, num_groups: int, capacity: int | None) -> _Outputs:
     """`definitions.permutation`."""
     ctas = _CLUSTER if capability(ids.device)[0] in (9, 10) else 1
     choices, spec = ids.numel(), SortSpec(num_groups, ids.dtype == torch.int64, ctas)
@@ -127,7 +127,7 @@ def sources_outputs(row_map: Tensor, weights: Tensor, rows: int) -> tuple[Tensor
     return row_map.new_empty(rows), weights.new_empty(rows)
 
 
-def row_sources(row_map: Tensor, weights: Tensor, rows: int) -> Outputs:
+def row_sources(row_map: Tensor, weights: Tensor, rows: int) -> _Outputs:
     """`definitions.row_sources`."""
     fits = weights.dtype in PTX_NAMES and row_map.numel() < MAX_INDEX
     if not (fits and rows > 0 and runs_kernels(row_map.device, _MIN_SM)):
@@ -158,7 +158,7 @@ def scatter_rows(
     scale: bool,
     *,
     zero_tail: bool = True,
-) -> Outputs:
+) -> _Outputs:
     """`definitions.scatter_rows`, also of tokens in several memories."""
     part, processes = _part(x)
     if rows == 0 or not supports_row_copies(part, row_map, weights):
@@ -194,7 +194,7 @@ def permute_rows(
     *,
     zero_tail: bool = True,
     fmt: NumberFormat | None = None,
-) -> Outputs:
+) -> _Outputs:
     """The op `permute_rows`, for few tokens; with ``fmt`` `permute_rows_quantized`."""
     if not permutes_rows(x, weights, ids, num_groups, rows):
         return NotImplemented
@@ -214,7 +214,7 @@ def permute_rows(
 
 def permute_rows_quantized(
     x: Tensor, weights: Tensor, ids: Tensor, num_groups: int, capacity: Any, rows: int, fmt: Any
-) -> Outputs:
+) -> _Outputs:
     """The op `permute_rows_quantized`, for few tokens."""
     fits = x.dtype == torch.bfloat16 and fmt.scaling == _BLOCK_SCALING
     if not (fits and runs_kernels(x.device, _MIN_FP8_SM)):
@@ -242,7 +242,7 @@ def gather_sum(
     out: PeerRows | None = None,
     *,
     reads_ahead: bool = False,
-) -> Outputs:
+) -> _Outputs:
     """`definitions.gather_sum`, also into ``out``, rows in several memories."""
     if not supports_row_copies(rows, row_map, weights, values):
         return NotImplemented
@@ -310,7 +310,7 @@ def route_outputs(logits: Tensor, expert_bias: Any, top_k: int, *_: Any) -> tupl
     return logits.new_empty(shape), logits.new_empty(shape, dtype=torch.int64)
 
 
-def route(logits: Tensor, expert_bias: Tensor | None, top_k: int, *options: Any) -> Outputs:
+def route(logits: Tensor, expert_bias: Tensor | None, top_k: int, *options: Any) -> _Outputs:
     """`definitions.route`."""
     tokens, experts = logits.shape
     fits = logits.dtype == torch.float32
@@ -342,7 +342,7 @@ def route_tokens(
     expert_bias: Tensor | None,
     top_k: int,
     *options: Any,
-) -> Outputs:
+) -> _Outputs:
     """The op `route_tokens`, for few tokens."""
     if x.shape[0] > FUSED_ROUTER_TOKENS:
         return NotImplemented
