@@ -273,7 +273,7 @@ def local_copies(setup: Setup) -> Iterator[None]:
             all_gather=all_gather,
             begin_all_gather=begin_all_gather,
             _all_to_all=all_to_all,
-            _memory_for=mock.Mock(return_value=(memory, "")),
+            _memory_for=mock.Mock(return_value=memory),
         ),
         mock.patch.object(dispatch, "peer_memory", return_value=memory),
     ):

@@ -113,7 +113,8 @@ class MoEExperts(FusedOperation):
     def begin_sending(self, ctxs: Contexts, grad_output: Tensor) -> None:
         """Begin to send the gradients of the sums."""
         sent_map = ctxs[0].saved_tensors[-1]
-        self._basic_ops[-1].begin_token_grads(ctxs[-1], grad_output, sent_map)
+        combine, ctx = self._basic_ops[-1], ctxs[-1]
+        ctx.begun = combine.begin_token_grads(ctx, grad_output, sent_map)
 
     def backward_impl(
         self, ctxs: Contexts, grad_output: Tensor, grad_extra_outputs: ExtraTensors

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +26,15 @@ class SavedRowsPool:
     pre-activation, one after another, and its backward copies them back. So saved rows take the
     memory of those in use, and the copies take time. Nothing synchronises with the host. Outputs
     and gradients have the same bits as without a pool.
+
+    ::
+
+        pool = fusible.SavedRowsPool(2 << 30)
+        for tokens in batches:  # or in a captured CUDA graph
+            with pool:
+                loss = model(tokens)
+            loss.backward()
+        assert not pool.overflowed()  # synchronises
 
     ``with pool:`` begins a step. All forwards of a step are inside, and their backwards run before
     the pool is entered again; a later backward raises RuntimeError. Rows that do not fit are
@@ -51,14 +62,14 @@ class SavedRowsPool:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self._lines = -(-num_bytes // LINE)
         header = header_size(_COPIES)
-        self._memory = torch.empty(header + (self._lines + 1) * LINE, dtype=torch.uint8,
-                                   device=device)  # fmt: skip
+        size = header + (self._lines + 1) * LINE
+        self._memory = torch.empty(size, dtype=torch.uint8, device=device)
         self._memory[:header].zero_()
         self._step = self._used = 0
         self._is_entered = False
 
     def __enter__(self) -> SavedRowsPool:
-        if _active.pool is not None or self._is_entered:
+        if getattr(_active, "pool", None) is not None or self._is_entered:
             raise RuntimeError("a SavedRowsPool must not be entered inside another, or twice")
         self._step, self._used = self._step + 1, 0
         _active.pool, self._is_entered = self, True
@@ -75,63 +86,51 @@ class SavedRowsPool:
         """Return whether the rows of a step did not fit; synchronises."""
         return self.peak_bytes() > self._lines * LINE
 
-    def save(self, context: OperationContext) -> dict[int, SavedRows]:
-        """Copy what an op has saved of its rows; by place among what it saves."""
-        ends, found = context.row_ends, {}
+    def save(self, context: OperationContext) -> Restore:
+        """Copy what an op has saved of its rows."""
+        ends = context.row_ends
+        found: Restore = {}
         for place in () if ends is None else context.grouped_rows:
             rows = context.to_save[place]
             fits = rows is not None and rows.device == self._memory.device and supports_copy(rows)
             if rows is None or ends is None or not fits or self._used == _COPIES:
                 continue
             save(self._memory, rows, ends, self._used, _COPIES)
-            found[place] = SavedRows(self, self._step, self._used, rows.shape, rows.dtype, ends)
+            copy = ends, self._used, _COPIES, rows.shape, rows.dtype
+            found[place] = partial(self._restore, self._step, *copy)
             self._used += 1
         return found
 
-    def restore(self, saved: SavedRows) -> Tensor:
+    def _restore(self, step: int, *copy: Any) -> Tensor:
         """The rows of a step that is still this one."""
-        if saved.step != self._step:
+        if step != self._step:
             raise RuntimeError(
                 "a backward must run before its SavedRowsPool is entered again, got one of step "
-                f"{saved.step} in step {self._step}; enter the pool once around all forwards of a "
-                "step"
+                f"{step} in step {self._step}; enter the pool once around all forwards of a step"
             )
-        return restore(self._memory, saved.ends, saved.copy, _COPIES, saved.shape, saved.dtype)
+        return restore(self._memory, *copy)
 
 
-class SavedRows(NamedTuple):
-    """The place of rows in a pool, and their shape, dtype and groups."""
-
-    pool: SavedRowsPool
-    step: int
-    copy: int
-    shape: torch.Size
-    dtype: torch.dtype
-    ends: Tensor
+Restore = dict[int, Callable[[], Tensor]]
+"""What gives the rows in a pool, by place among what an op saves."""
 
 
-class _Active(threading.local):
-    pool: SavedRowsPool | None = None
-
-
-_active = _Active()
+_active = threading.local()
 
 
 def active_pool() -> SavedRowsPool | None:
     """The pool in which this thread saves; None where hooks take what is saved, or it is traced."""
-    pool = None if torch.compiler.is_compiling() else _active.pool
+    pool = None if torch.compiler.is_compiling() else getattr(_active, "pool", None)
     return None if pool is None or hooks_hold_saved() else pool
 
 
-def without_rows(context: OperationContext, rows: dict[int, SavedRows]) -> list[Tensor | None]:
+def without_rows(context: OperationContext, rows: Restore) -> list[Tensor | None]:
     """The tensors that an op saves, None for those in a pool."""
     return [None if i in rows else t for i, t in enumerate(context.to_save)]
 
 
-def with_rows(
-    saved: tuple[Tensor | None, ...], rows: dict[int, SavedRows]
-) -> tuple[Tensor | None, ...]:
+def with_rows(saved: tuple[Tensor | None, ...], rows: Restore) -> tuple[Tensor | None, ...]:
     """The tensors that an op has saved, with those from the pool."""
     if not rows:
         return saved
-    return tuple([rows[i].pool.restore(rows[i]) if i in rows else t for i, t in enumerate(saved)])
+    return tuple([rows[i]() if i in rows else t for i, t in enumerate(saved)])

@@ -23,10 +23,10 @@ from fusible.ops.activation import (
 )
 from fusible.ops.collectives import AllGather, AllReduce, AllReduceGrad, ReduceScatter
 from fusible.ops.dispatch import Combine, Dispatch
-from fusible.ops.dropout import Dropout
 from fusible.ops.elementary import (
     AddExtraInput,
     ConstantScale,
+    Dropout,
     Identity,
     MakeExtraOutput,
     Reshape,

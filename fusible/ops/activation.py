@@ -62,6 +62,8 @@ class Activation(CastingOp):
 
     def value(self, x: Tensor, scales: Tensor | None = None) -> Tensor:
         """The activation, times one scale per row if there are any."""
+        if self.gated:
+            check_interleaved(x, self.glu_interleave_size, type(self).__name__)
         row = ACTIVATIONS[self.activation]
         return row.forward(x, scales, self.glu_interleave_size, **self.options())
 
@@ -74,11 +76,7 @@ class Activation(CastingOp):
 
 
 class _Unscaled(Activation):
-    """An op of one input without parameters.
-
-    Saves ``(x,)``, and its dtype as ``ctx.dtype``; read it by :meth:`saved_input`. Argument as in
-    :class:`GELU`.
-    """
+    """An op of one input without parameters; all else as in :class:`GELU`."""
 
     saves = "x"
 
@@ -120,11 +118,7 @@ class _Unscaled(Activation):
         return dequantize(one_row, ctx.dtype).view(x.shape)
 
 
-class _Unary(_Unscaled):
-    """A function of each element of the input."""
-
-
-class GELU(_Unary):
+class GELU(_Unscaled):
     """``0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))`` for x ``[...]``, as in arXiv 1606.08415.
 
     Saves ``(x,)`` and ``ctx.dtype``.
@@ -140,25 +134,25 @@ class GELU(_Unary):
     activation = "gelu"
 
 
-class QGELU(_Unary):
+class QGELU(_Unscaled):
     """``x sigmoid(1.702 x)`` for x ``[...]``. All else as in :class:`GELU`."""
 
     activation = "qgelu"
 
 
-class ReLU(_Unary):
+class ReLU(_Unscaled):
     """``max(x, 0)`` for x ``[...]``. All else as in :class:`GELU`."""
 
     activation = "relu"
 
 
-class SReLU(_Unary):
+class SReLU(_Unscaled):
     """``max(x, 0)^2`` for x ``[...]``. Source: arXiv 2109.08668. All else as in :class:`GELU`."""
 
     activation = "srelu"
 
 
-class SiLU(_Unary):
+class SiLU(_Unscaled):
     """``x sigmoid(x)`` for x ``[...]``. All else as in :class:`GELU`."""
 
     activation = "silu"
@@ -178,23 +172,14 @@ class GatedOp(Activation):
             check_sizes(type(self).__name__, glu_interleave_size=size)
         self.glu_interleave_size = size
 
-    def set_options(self, **options: float) -> None:
-        """Check and set the constants of its formula, by attribute."""
+    def check_options(self) -> None:
+        """Check the constants of its formula, once they are set."""
         for option in ACTIVATIONS[self.activation].options:
-            option.check(type(self).__name__, options[option.attribute])
-            setattr(self, option.attribute, options[option.attribute])
-
-    def value(self, x: Tensor, scales: Tensor | None = None) -> Tensor:
-        """The gated unit, times one scale per row if there are any."""
-        check_interleaved(x, self.glu_interleave_size, type(self).__name__)
-        return super().value(x, scales)
+            option.check(type(self).__name__, getattr(self, option.attribute))
 
 
 class _GLU(_Unscaled, GatedOp):
-    """A gated linear unit of x ``[..., 2F]``, gate first. Saves ``(x,)`` and ``ctx.dtype``.
-
-    Arguments as in :class:`SwiGLU`.
-    """
+    """A gated linear unit of one input; all else as in :class:`SwiGLU`."""
 
     def __init__(
         self, cache_quantized_input: bool = False, glu_interleave_size: int | None = None
@@ -265,9 +250,6 @@ class ClampedSwiGLU(_GLU):
     """
 
     activation = "clamped_qgeglu"
-    limit: float
-    alpha: float
-    glu_linear_offset: float
 
     def __init__(
         self,
@@ -279,7 +261,8 @@ class ClampedSwiGLU(_GLU):
         glu_interleave_size: int | None = None,
     ) -> None:
         super().__init__(cache_quantized_input, glu_interleave_size)
-        self.set_options(limit=limit, alpha=alpha, glu_linear_offset=glu_linear_offset)
+        self.limit, self.alpha, self.glu_linear_offset = limit, alpha, glu_linear_offset
+        self.check_options()
 
 
 class SiTUGLU(_GLU):
@@ -288,14 +271,11 @@ class SiTUGLU(_GLU):
     Saves ``(x,)`` and ``ctx.dtype``.
 
     Args:
-        beta1: soft cap of the gate, finite and positive.
-        beta2: soft cap of the linear half, finite and positive.
+        beta1, beta2: soft caps of the gate and of the linear half, finite and positive.
         cache_quantized_input, glu_interleave_size: as in :class:`SwiGLU`.
     """
 
     activation = "situglu"
-    beta1: float
-    beta2: float
 
     def __init__(
         self,
@@ -306,4 +286,5 @@ class SiTUGLU(_GLU):
         glu_interleave_size: int | None = None,
     ) -> None:
         super().__init__(cache_quantized_input, glu_interleave_size)
-        self.set_options(beta1=beta1, beta2=beta2)
+        self.beta1, self.beta2 = beta1, beta2
+        self.check_options()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+import operator
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -17,14 +19,14 @@ from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.fuser.op_facts import Dtypes, autocast_to
 from fusible.fuser.overlap import defer
+from fusible.fuser.tracing import constant_when_traced
 from fusible.kernels import moe
-from fusible.kernels.moe.peers import PeerRows
+from fusible.kernels.moe.cuda import PeerRows
 from fusible.kernels.quantize.k_major import StoredOperand
 from fusible.ops.collectives import check_initialized
 from fusible.ops.exchange import (
     SEND,
     SENT,
-    AgreedOption,
     Exchange,
     Received,
     ReturnExchange,
@@ -33,17 +35,16 @@ from fusible.ops.exchange import (
     balanced_sizes,
     begin_send_as,
     copy_received,
-    format_option,
     receive,
     scatter_received,
     sum_copies,
     unrounded,
     wire_format,
 )
-from fusible.ops.inputs import FLOAT_DTYPES, check_dtype, check_row_scales, check_sizes
+from fusible.ops.inputs import check_dtype, check_row_scales, check_sizes
 from fusible.ops.matrices import GatheredRows, QuantizedRows
 from fusible.ops.op import BasicOperation, OpGrads
-from fusible.ops.peer_memory import abandon, peer_memory
+from fusible.ops.peer_memory import abandon, peer_memory, reserved
 from fusible.ops.top_k_router import TopKRouter
 from fusible.recipes.formats import NumberFormat
 from fusible.recipes.product import values
@@ -63,7 +64,28 @@ class Choices(NamedTuple):
     """The extra outputs of a dispatch over a group."""
 
 
-class Dispatch(BasicOperation):
+class _OverGroup(BasicOperation):
+    """An op over a process group, or of one process; arguments as in :class:`Dispatch`."""
+
+    def __init__(self, process_group: Any, quantized_send: bool, symmetric_memory: bool) -> None:
+        name = type(self).__name__
+        check_bools(name, quantized_send=quantized_send, symmetric_memory=symmetric_memory)
+        super().__init__()
+        self.processes = 1
+        if process_group is not None:
+            check_initialized(name)
+            if hasattr(process_group, "get_group"):  # of a DeviceMesh
+                process_group = process_group.get_group()
+            self.processes = dist.get_world_size(process_group)
+        self.process_group = process_group
+        self.quantized_send, self.symmetric_memory = quantized_send, symmetric_memory
+
+    def abandon(self) -> None:
+        """Abandon the exchanges of the group that are under way."""
+        abandon(self.process_group)
+
+
+class Dispatch(_OverGroup):
     """One row for each of a token's choices of experts, sorted by expert: ``[rows, H]``.
 
     The input is tokens ``[..., H]``. Extra inputs: ``probs`` ``[..., k]``, floating, and
@@ -165,23 +187,17 @@ class Dispatch(BasicOperation):
         quantized_send: bool = False,
         symmetric_memory: bool = True,
     ) -> None:
-        check_bools(
-            "Dispatch",
-            scale_input=scale_input,
-            recompute_rows=recompute_rows,
-            quantized_send=quantized_send,
-            symmetric_memory=symmetric_memory,
-        )
-        middle = () if scale_input else ("scales",)
+        check_bools("Dispatch", scale_input=scale_input, recompute_rows=recompute_rows)
+        scales = () if scale_input else ("scales",)
         of_group = () if process_group is None else ("sent_map", "sent_counts", "load")
-        self.extra_output_names = ("split_sizes", *middle, "row_map", *of_group)
+        self.extra_output_names = ("split_sizes", *scales, "row_map", *of_group)
         self.num_extra_outputs = len(self.extra_output_names)
-        super().__init__()
+        super().__init__(process_group, quantized_send, symmetric_memory)
         check_sizes("Dispatch", num_experts=num_experts)
-        _check_factors(capacity_factor=capacity_factor, receive_factor=receive_factor)
+        _check_factor("capacity_factor", capacity_factor)
+        _check_factor("receive_factor", receive_factor)
         if send not in (None, *SEND):
             raise ValueError(f"send of Dispatch must be None or one of {SEND}, got {send!r}")
-        self.process_group, self.processes = _members("Dispatch", process_group)
         if num_experts % self.processes:
             raise ValueError(
                 f"num_experts of Dispatch must be a multiple of the group's {self.processes} "
@@ -196,11 +212,8 @@ class Dispatch(BasicOperation):
                     "processes equally many tokens"
                 )
         self.send, self.receive_factor, self.max_tokens = send, receive_factor, max_tokens
-        self.quantized_send, self.symmetric_memory = quantized_send, symmetric_memory
-        self.num_experts = num_experts
-        self.scale_input = scale_input
-        self.recompute_rows = recompute_rows
-        self.capacity_factor = capacity_factor
+        self.num_experts, self.capacity_factor = num_experts, capacity_factor
+        self.scale_input, self.recompute_rows = scale_input, recompute_rows
 
     def check_producer(self, slot: int, producer: Any) -> None:
         """Refuse a router that chooses among more experts, whose tokens would be lost."""
@@ -210,10 +223,6 @@ class Dispatch(BasicOperation):
                 f"the TopKRouter before it, got {self.num_experts}; the tokens of the others would "
                 "be lost"
             )
-
-    def abandon(self) -> None:
-        """Abandon the exchanges of the group that are under way."""
-        abandon(self.process_group)
 
     @property
     def local_experts(self) -> int:
@@ -252,8 +261,21 @@ class Dispatch(BasicOperation):
         chosen = "" if self.send else f", chosen for top_k {ctx.top_k}"
         return (
             f"experts are shared among {self.processes} processes; sends {ctx.send}{chosen}: "
-            f"{SENT[ctx.send]}{sent_as}{ctx.transport}",
+            f"{SENT[ctx.send]}{sent_as}{self._transport(ctx)}",
         )
+
+    def _transport(self, ctx: OperationContext) -> str:
+        """How tokens are sent to other GPUs, in words."""
+        if ctx.send != "all" or ctx.device.type != "cuda" or self.processes == 1:
+            return ""
+        if not self.symmetric_memory:
+            return "; by collectives: symmetric_memory is off"
+        found = reserved(self.process_group, ctx.device)
+        if found is None:
+            return "; the first call finds out whether through symmetric memory"
+        if isinstance(found, str):
+            return f"; by collectives, not symmetric memory: {found}"
+        return "; tokens are read from, and sums written to, each other's memory"
 
     def extra_repr(self) -> str:
         """The number of experts, and of processes."""
@@ -279,7 +301,7 @@ class Dispatch(BasicOperation):
             y, scales = scatter_received(x, *arguments, zero_tail=ctx.zero_tail)
         saved = (places[0], x, probs) if self.scale_input else places[:1]
         ctx.save_for_backward(*saved, *of_group[:1])
-        return y, *self._extra_outputs(ctx, choices, scales, *places)
+        return y, *self._extra_outputs(ctx, choices, scales, places)
 
     def gathered(self, ctx: OperationContext, choices: Choices) -> tuple[Any, ...]:
         """The outputs of :meth:`scattered`, with rows that are gathered later, not written."""
@@ -288,7 +310,7 @@ class Dispatch(BasicOperation):
         ctx.save_for_backward(places[0], *of_group[:1])
         index, scales = moe.row_sources(places[0], probs, rows)
         gathered = GatheredRows(copy_received(x), index, self.recompute_rows)
-        return gathered, *self._extra_outputs(ctx, choices, scales, *places)
+        return gathered, *self._extra_outputs(ctx, choices, scales, places)
 
     def quantized(
         self, ctx: OperationContext, choices: Choices, fmt: NumberFormat
@@ -299,17 +321,12 @@ class Dispatch(BasicOperation):
         given = x, probs, ids, self.local_experts, capacity, rows, fmt
         data, scale, moved, *places = moe.permute_rows_quantized(*given)
         quantized = QuantizedRows(StoredOperand(data, scale).row(fmt), x.dtype)
-        return quantized, *self._extra_outputs(ctx, choices, moved, *places)
+        return quantized, *self._extra_outputs(ctx, choices, moved, places)
 
     def _extra_outputs(
-        self,
-        ctx: OperationContext,
-        choices: Choices,
-        scales: Tensor,
-        row_map: Tensor,
-        split_sizes: Tensor,
-        ends: Tensor,
+        self, ctx: OperationContext, choices: Choices, scales: Tensor, places: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
+        row_map, split_sizes, ends = places
         # As the grouped ops that follow would compute them.
         ctx.memo[split_sizes] = choices.rows, ends
         if self.process_group is None:
@@ -321,24 +338,21 @@ class Dispatch(BasicOperation):
         self, ctx: OperationContext, input_: Tensor, probs: Tensor | None, expert_ids: Tensor | None
     ) -> Choices:
         """The tokens of this process, or those that it receives, and their choices."""
-        x, probs, ids = self._operands(ctx, values(input_), probs, expert_ids)
-        ctx.dtype = probs.dtype
-        ctx.shape = input_.shape
+        x: Tensor | PeerRows
+        x, probs, ids = operands = self._operands(ctx, values(input_), probs, expert_ids)
+        ctx.dtype, ctx.shape = probs.dtype, input_.shape
         rows = choices = ids.numel()
         of_group: tuple[Tensor, ...] = ()
-        local = self.local_experts
-        tokens: Tensor | PeerRows = x
         if self.process_group is not None:
-            received, of_group = self._receive(ctx, x, probs, ids)
-            tokens, probs, routed = received.x, received.probs, received.routed
-            ids = received.ids - dist.get_rank(self.process_group) * local
-            rows, choices = routed.rows, routed.choices
+            received, of_group = self._receive(ctx, *operands)
+            x, probs, ids, _, _, rows, choices = received
+            ids = ids - dist.get_rank(self.process_group) * self.local_experts
             if self.scale_input or self.recompute_rows:  # they are read again
-                tokens = copy_received(tokens)
+                x = copy_received(x)
         capacity = self.capacity(choices)
         if capacity is not None:
-            rows = min(rows, local * capacity)
-        return Choices(tokens, probs, ids, rows, capacity, of_group)
+            rows = min(rows, self.local_experts * capacity)
+        return Choices(x, probs, ids, rows, capacity, of_group)
 
     def _receive(
         self, ctx: OperationContext, x: Tensor, probs: Tensor, ids: Tensor
@@ -350,38 +364,43 @@ class Dispatch(BasicOperation):
         mode = self.send or ("all" if self.processes <= k else "tokens")
         # No expert, also where ids of 64 bits end in those of one.
         ids = ids.clamp(-1, self.num_experts)
-        needs = 2 * ctx.needs.input + ctx.needs.extra_inputs[0]
         recipe = ctx.recipe if self.quantized_send else None
-        sent_as = wire_format(recipe, "input")
-        agreed = {
-            "num_experts": AgreedOption(self.num_experts),
-            "k (choices of a token)": AgreedOption(k),
-            "send": AgreedOption(SEND.index(mode), SEND.__getitem__),  # may follow from these
-            "features of a token": AgreedOption(x.shape[1]),
-            "dtype of the input": _dtype_option(x),
-            "dtype of probs": _dtype_option(probs),
-            "scale_input": AgreedOption(self.scale_input, bool),
-            "capacity_factor": _factor_option(self.capacity_factor),
-            "receive_factor": _factor_option(self.receive_factor),
-            "format of tokens sent": format_option(sent_as),
-            "format of gradients sent": format_option(wire_format(recipe, "grad")),
-            "symmetric_memory": AgreedOption(self.symmetric_memory, bool),
-            "max_tokens": AgreedOption(self.max_tokens or 0, lambda n: n or None),
-            "requires_grad of (input, probs)": AgreedOption(needs, lambda n: (n > 1, n % 2 == 1)),
+        sent_as, grads_as = wire_format(recipe, "input"), wire_format(recipe, "grad")
+        agreed: dict[str, object] = {
+            "num_experts": self.num_experts,
+            "k (choices of a token)": operator.index(k),
+            "send": mode,  # may follow from these
+            "features of a token": operator.index(x.shape[1]),
+            "dtype of the input": x.dtype,
+            "dtype of probs": probs.dtype,
+            "scale_input": self.scale_input,
+            "capacity_factor": self.capacity_factor,
+            "receive_factor": self.receive_factor,
+            "format of tokens sent": sent_as and sent_as.vectors,
+            "format of gradients sent": grads_as and grads_as.vectors,
+            "symmetric_memory": self.symmetric_memory,
+            "max_tokens": self.max_tokens,
+            "requires_grad of (input, probs)": (ctx.needs.input, ctx.needs.extra_inputs[0]),
         }
         group, local = self.process_group, self.local_experts
         options = self.receive_factor, self.max_tokens, self.symmetric_memory, agreed
-        received = receive(x, probs, ids, Settings(group, mode, local, sent_as, *options))
-        exchange, sent_map = received.routed.exchange, received.routed.sent_map
+        digest = self._digest(tuple(agreed.values()))
+        received = receive(x, probs, ids, Settings(group, mode, local, sent_as, *options, digest))
+        exchange, sent_map = received.exchange, received.sent_map
         ctx.sent_as = None if sent_as is None else sent_as.name
         ctx.exchange, ctx.send, ctx.top_k, ctx.rows_dtype = exchange, mode, k, x.dtype
-        ctx.transport = received.transport
+        ctx.device = x.device
         counts = ids.new_empty(0, dtype=torch.int64)
         if exchange.sent is not None:
             counts = torch.tensor((exchange.sent, exchange.received), dtype=torch.int64)
         _, load, _ = moe.permutation(ids, self.num_experts, None)
         sent_map = sent_map.view(*ctx.shape[:-1], sent_map.shape[1])
         return received, (sent_map, counts, load)
+
+    @constant_when_traced
+    def _digest(self, options: tuple[object, ...]) -> int:
+        text = repr(options).encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest())
 
     def _operands(
         self, ctx: OperationContext, x: Tensor, probs: Tensor | None, ids: Tensor | None
@@ -421,115 +440,65 @@ class Dispatch(BasicOperation):
         self, ctx: OperationContext, grad_output: Tensor, *grad_extra_outputs: Tensor | None
     ) -> Callable[[], OpGrads]:
         """Begin to return gradients to other processes; the result waits for theirs."""
-        row_map, *scaled = ctx.saved_tensors
+        # No pop: the tracer of torch 2.11 has a tuple here.
+        row_map, *others = ctx.saved_tensors
+        x, weights = others[:2] if self.scale_input else (None, None)
         dscales = None if self.scale_input else grad_extra_outputs[1]
-        if self.process_group is not None:
-            *scaled, sent_map = scaled
-            return self._begin_return(ctx, grad_output, dscales, row_map, sent_map, scaled)
-        weights = scaled[1] if scaled else None
-        dx, picked = moe.gather_sum(grad_output, row_map, weights, dscales)
-        dprobs = self._prob_grads(ctx, grad_output, row_map, scaled, dscales, picked)
-        if dprobs is not None:
-            dprobs = dprobs.view(*ctx.shape[:-1], row_map.shape[1])
-        return lambda: (dx.view(ctx.shape), dprobs, None)
-
-    @staticmethod
-    def _prob_grads(
-        ctx: OperationContext,
-        dy: Tensor,
-        row_map: Tensor,
-        scaled: Sequence[Tensor],
-        dscales: Tensor | None,
-        picked: Tensor,
-    ) -> Tensor | None:
-        """The gradients of the choices' weights; ``picked`` are ``dscales`` by choice."""
-        if scaled and ctx.needs.extra_inputs[0]:
-            return cast(moe.row_dots(dy, scaled[0], row_map, False), ctx.dtype)
-        return None if dscales is None else picked
-
-    def _begin_return(
-        self,
-        ctx: OperationContext,
-        dy: Tensor,
-        dscales: Tensor | None,
-        row_map: Tensor,
-        sent_map: Tensor,
-        scaled: Sequence[Tensor],
-    ) -> Callable[[], OpGrads]:
-        """The gradients of this process's tokens, from those of the tokens that it received.
-
-        Gradients that no process has are zeros: all take part in what is sent.
-        """
-        copies = sent_map.reshape(-1, sent_map.shape[-1])
-        weights = scaled[1] if scaled else None
-        rows = unrounded(dy, row_map, weights)
         of_x, of_probs = ctx.needs.input, ctx.needs.extra_inputs[0]
-        sizes = (rows.shape[1], rows.dtype), (row_map.shape[1], ctx.dtype)
-        sent = [size for size, needed in zip(sizes, (of_x, of_probs), strict=True) if needed]
-        back = ReturnExchange(ctx.exchange, "Dispatch", *sent)
-        if of_x:
-            picked = back.sums(rows, row_map, weights, dscales)
+        rows, back = grad_output, None
+        if self.process_group is not None:
+            rows = unrounded(rows, row_map, weights)
+            sizes = (rows.shape[1], rows.dtype), (row_map.shape[1], ctx.dtype)
+            sent = [size for size, needed in zip(sizes, (of_x, of_probs), strict=True) if needed]
+            back = ReturnExchange(ctx.exchange, *sent)
+        given = rows, row_map, weights, dscales
+        if back is not None and of_x:
+            picked = back.sums(*given)
         else:
-            _, picked = moe.gather_sum(rows, row_map, weights, dscales)
-        if of_probs:
-            dprobs = self._prob_grads(ctx, dy, row_map, scaled, dscales, picked)
+            dx, picked = moe.gather_sum(*given)
+        dprobs = None if dscales is None else picked  # dscales by choice
+        if x is not None and of_probs:
+            dprobs = cast(moe.row_dots(grad_output, x, row_map, False), ctx.dtype)
+        if back is None:
+            if dprobs is not None:
+                dprobs = dprobs.view(*ctx.shape[:-1], row_map.shape[1])
+            return lambda: (dx.view(ctx.shape), dprobs, None)
+        if of_probs:  # all processes send some: zeros where there are none
             if dprobs is None:
                 dprobs = row_map.new_zeros(row_map.shape, dtype=ctx.dtype)
             back.rows(cast(dprobs, ctx.dtype))
+        sent_map = others[-1]
+        return lambda: self._returned(ctx, back, sent_map.reshape(-1, sent_map.shape[-1]))
 
-        def finish() -> OpGrads:
-            returned, dx, dprobs = back.finish(), None, None
-            if of_x:
-                dx = cast(sum_copies(returned[0], copies), ctx.rows_dtype).view(ctx.shape)
-            if of_probs and ctx.send == "rows":
-                _, dprobs = moe.gather_sum(returned[-1], copies, None, returned[-1].flatten())
-            elif of_probs:
-                dprobs = sum_copies(returned[-1], copies)
-            back.end()
-            if dprobs is not None:
-                dprobs = dprobs.view(*ctx.shape[:-1], ctx.top_k)
-            return dx, dprobs, None
-
-        return finish
-
-
-_SENT_DTYPES = sorted(FLOAT_DTYPES, key=str)
-
-
-def _dtype_option(t: Tensor) -> AgreedOption:
-    return AgreedOption(_SENT_DTYPES.index(t.dtype), _SENT_DTYPES.__getitem__)
+    @staticmethod
+    def _returned(ctx: OperationContext, back: ReturnExchange, copies: Tensor) -> OpGrads:
+        """The gradients of this process's tokens, of what all processes have returned."""
+        returned, dx, dprobs = back.finish(), None, None
+        if ctx.needs.input:
+            dx = cast(sum_copies(returned[0], copies), ctx.rows_dtype).view(ctx.shape)
+        if ctx.needs.extra_inputs[0]:
+            of_probs = returned[-1]
+            if ctx.send == "rows":
+                _, dprobs = moe.gather_sum(of_probs, copies, None, of_probs.flatten())
+            else:
+                dprobs = sum_copies(of_probs, copies)
+            dprobs = dprobs.view(*ctx.shape[:-1], ctx.top_k)
+        back.end()
+        return dx, dprobs, None
 
 
-def _factor_option(factor: float | None) -> AgreedOption:
-    """None, or a positive number in units of 2^-16."""
-    parts = 1 << 16
-    number = 0 if factor is None else max(1, round(factor * parts))
-    return AgreedOption(number, lambda n: n / parts if n else None)
+def _check_factor(name: str, factor: float | None) -> None:
+    """Raise ValueError unless a factor of a Dispatch is positive and finite, or None."""
+    if factor is None:
+        return
+    check_numbers("Dispatch", **{name: factor})
+    if not 0 < factor < math.inf:
+        raise ValueError(
+            f"{name} of Dispatch must be positive and finite, or None for no limit, got {factor}"
+        )
 
 
-def _check_factors(**factors: float | None) -> None:
-    """Raise ValueError unless factors of a Dispatch are positive and finite, or None."""
-    for name, factor in factors.items():
-        if factor is not None:
-            check_numbers("Dispatch", **{name: factor})
-            if not 0 < factor < math.inf:
-                raise ValueError(
-                    f"{name} of Dispatch must be positive and finite, or None for no limit, got "
-                    f"{factor}"
-                )
-
-
-def _members(op_name: str, group: Any) -> tuple[Any, int]:
-    """A process group, also of a one-dimensional mesh, and its size; None and 1 for None."""
-    if group is None:
-        return None, 1
-    check_initialized(op_name)
-    if hasattr(group, "get_group"):  # of a DeviceMesh
-        group = group.get_group()
-    return group, dist.get_world_size(group)
-
-
-class Combine(BasicOperation):
+class Combine(_OverGroup):
     """Each token's sum of its rows, ``[..., H]``, from rows ``[rows, H]`` and their row map.
 
     Extra inputs, which a :class:`Dispatch` of the run gives by name: ``row_map``, int32
@@ -571,47 +540,36 @@ class Combine(BasicOperation):
         quantized_send: bool = False,
         symmetric_memory: bool = True,
     ) -> None:
-        options = {"quantized_send": quantized_send, "symmetric_memory": symmetric_memory}
-        check_bools("Combine", weighted=weighted, **options)
+        check_bools("Combine", weighted=weighted)
         of_group = () if process_group is None else ("sent_map", "sent_counts")
         self.extra_input_names = ("row_map", *of_group, *(("scales",) if weighted else ()))
         self.num_extra_inputs = len(self.extra_input_names)
-        super().__init__()
-        self.process_group, self.processes = _members("Combine", process_group)
-        self.weighted, self.quantized_send = weighted, quantized_send
-        self.symmetric_memory = symmetric_memory
+        super().__init__(process_group, quantized_send, symmetric_memory)
+        self.weighted = weighted
 
     def check_producer(self, slot: int, producer: Any) -> None:
         """Refuse the row map of a Dispatch over another group, or that sends otherwise."""
-        for name in ("quantized_send", "symmetric_memory"):
-            given = getattr(self, name), getattr(producer, name, None)
-            if isinstance(producer, Dispatch) and given[0] != given[1]:
+        if not isinstance(producer, Dispatch):
+            return
+        for name in ("process_group", "quantized_send", "symmetric_memory"):
+            own, given = getattr(self, name), getattr(producer, name)
+            if own is not given:
+                if name == "process_group":
+                    own, given = f"one of {self.processes} processes", producer.processes
                 raise ValueError(
                     f"{name} of Combine must be that of the Dispatch whose rows it sums, got "
-                    f"{given[0]} and {given[1]}"
+                    f"{own} and {given}"
                 )
-        if isinstance(producer, Dispatch) and producer.process_group is not self.process_group:
-            raise ValueError(
-                "process_group of Combine must be that of the Dispatch whose rows it sums, got "
-                f"{self.processes} processes and {producer.processes}, or another group of as many"
-            )
 
     def forward_impl(
-        self,
-        ctx: OperationContext,
-        input_: Tensor,
-        row_map: Tensor | None,
-        *others: Tensor | None,
+        self, ctx: OperationContext, input_: Tensor, row_map: Tensor | None, *others: Tensor | None
     ) -> Tensor:
         """One sum over each token's choices."""
         rows = values(input_)
         row_map = self._check(rows, row_map)
-        scales = others[-1] if self.weighted else None
-        if self.weighted:
-            check_row_scales(scales, rows, "Combine")
+        scales = check_row_scales(others[-1], rows, "Combine") if self.weighted else None
         flat = row_map.reshape(-1, row_map.shape[-1])
-        ctx.num_rows = rows.shape[0]
-        ctx.rows_dtype = rows.dtype
+        ctx.num_rows, ctx.rows_dtype = rows.shape[0], rows.dtype
         saved = (flat, rows, scales) if self.weighted else (flat,)
         if self.process_group is None:
             y, _ = moe.gather_sum(rows, flat, scales, None, reads_ahead=ctx.reads_ahead)
@@ -620,81 +578,64 @@ class Combine(BasicOperation):
         ctx.exchange, sent_map = self._exchange(flat, *others[:2])
         ctx.save_for_backward(*saved, sent_map)
         copies = sent_map.reshape(-1, sent_map.shape[-1])
-        shape, dtype = (*sent_map.shape[:-1], rows.shape[1]), rows.dtype
-        rows = unrounded(rows, flat, scales)
-        back = ReturnExchange(ctx.exchange, "Combine", (rows.shape[1], rows.dtype))
-        back.sums(rows, flat, scales, None)
+        shape = *sent_map.shape[:-1], rows.shape[1]
+        wide = unrounded(rows, flat, scales)
+        back = ReturnExchange(ctx.exchange, (wide.shape[1], wide.dtype))
+        back.sums(wide, flat, scales, None)
 
         def sums() -> Tensor:
             (returned,) = back.finish()
-            y = cast(sum_copies(returned, copies), dtype).view(shape)
+            y = cast(sum_copies(returned, copies), ctx.rows_dtype).view(shape)
             back.end()
             return y
 
-        return defer(ctx, rows.new_empty(shape, dtype=dtype), sums) if ctx.deferred else sums()
+        return defer(ctx, rows.new_empty(shape), sums) if ctx.deferred else sums()
 
     @property
     def communicates(self) -> bool:
         """Whether tokens are exchanged between processes."""
         return self.process_group is not None
 
-    def abandon(self) -> None:
-        """Abandon the exchanges of the group that are under way."""
-        abandon(self.process_group)
-
     def begin_sending(self, ctxs: Sequence[OperationContext], grad_output: Tensor) -> None:
         """Begin to send the gradients of the sums."""
         (ctx,) = ctxs
-        self.begin_token_grads(ctx, grad_output, ctx.saved_tensors[-1])
+        ctx.begun = self.begin_token_grads(ctx, grad_output, ctx.saved_tensors[-1])
 
     def begin_token_grads(
         self, ctx: OperationContext, grad_output: Tensor, sent_map: Tensor
-    ) -> None:
-        """Begin what :meth:`token_grads` then waits for."""
+    ) -> Callable[[], Tensor | PeerRows]:
+        """Begin :meth:`token_grads`, which finds the result on the context and calls it."""
         dy = cast(grad_output.reshape(-1, grad_output.shape[-1]), ctx.rows_dtype)
         copies = sent_map.reshape(-1, sent_map.shape[-1])
         sent_as = wire_format(ctx.recipe, "grad") if self.quantized_send else None
-        ctx.begun = begin_send_as(dy, sent_as, copies, ctx.exchange, "Combine")
+        return begin_send_as(dy, sent_as, copies, ctx.exchange)
 
     def _exchange(
         self, row_map: Tensor, sent_map: Tensor | None, counts: Tensor | None
     ) -> tuple[Exchange, Tensor]:
         """The exchange of the Dispatch, from its outputs, and the sent map."""
         if sent_map is None or sent_map.dtype != torch.int32 or sent_map.dim() == 0:
-            raise ValueError(
-                "sent_map of Combine must be int32 of shape (..., c), as Dispatch gives it, got "
-                f"{described(sent_map)}"
-            )
+            raise _not_of_dispatch("sent_map", "int32 of shape (..., c)", sent_map)
         if counts is None or counts.dtype != torch.int64 or (counts.is_cuda and counts.numel()):
-            raise ValueError(
-                "sent_counts of Combine must be int64 on the host, as Dispatch gives it, got "
-                f"{described(counts)}"
-            )
+            raise _not_of_dispatch("sent_counts", "int64 on the host", counts)
+        group, tokens = self.process_group, row_map.shape[0]
         if not counts.numel():
-            padded = row_map.shape[0] // self.processes
-            memory = None
-            if self.symmetric_memory:
-                memory = peer_memory(self.process_group, sent_map.device)
-            return Exchange(self.process_group, None, None, padded, memory), sent_map
+            memory = peer_memory(group, sent_map.device) if self.symmetric_memory else None
+            padded = tokens // self.processes
+            return Exchange("Combine", group, None, None, padded, memory), sent_map
         if isinstance(counts, FakeTensor):
-            sent = received = balanced_sizes(row_map.shape[0], self.process_group)
+            sent = received = balanced_sizes(tokens, group)
         else:
             sent, received = map(tuple, counts.tolist())
-        return Exchange(self.process_group, sent, received, 0), sent_map
+        return Exchange("Combine", group, sent, received, 0), sent_map
 
     @staticmethod
     def _check(rows: Tensor, row_map: Tensor | None) -> Tensor:
         check_dtype(rows, "input", "Combine")
-        if (
-            row_map is None
-            or row_map.dtype != torch.int32
-            or row_map.dim() == 0
-            or row_map.device != rows.device
-        ):
-            raise ValueError(
-                f"row_map of Combine must be int32 of shape (..., k) on {rows.device}, as Dispatch "
-                f"gives it, got {described(row_map)}"
-            )
+        fits = row_map is not None and row_map.device == rows.device and row_map.dim() > 0
+        if row_map is None or not fits or row_map.dtype != torch.int32:
+            must_be = f"int32 of shape (..., k) on {rows.device}"
+            raise _not_of_dispatch("row_map", must_be, row_map)
         # A comparison of symbolic sizes would be a guard, which export refuses.
         fits = torch.compiler.is_exporting() or rows.shape[0] <= row_map.numel()
         if rows.dim() != 2 or not fits:
@@ -710,16 +651,16 @@ class Combine(BasicOperation):
         """The gradients ``[R, H]`` of the sums here: the output's, from the tokens' processes."""
         if sent_map is None:
             return grad_output.reshape(-1, grad_output.shape[-1])
-        if "begun" not in vars(ctx):
-            self.begin_token_grads(ctx, grad_output, sent_map)
-        return vars(ctx).pop("begun")()
+        begun = getattr(ctx, "begun", None) or self.begin_token_grads(ctx, grad_output, sent_map)
+        ctx.begun = None  # it keeps what is sent
+        return begun()
 
     def backward_impl(self, ctx: OperationContext, grad_output: Tensor) -> OpGrads:
         """Each row's gradient is its token's; that of its weight, a dot product."""
-        row_map, *weighted = ctx.saved_tensors
-        sent_map = None if self.process_group is None else weighted.pop()
+        row_map, *others = ctx.saved_tensors  # no pop, as in Dispatch
+        sent_map = None if self.process_group is None else others[-1]
         dy = self.token_grads(ctx, grad_output, sent_map)
-        scales = weighted[1] if weighted else None
+        scales = others[1] if self.weighted else None
         drows = None
         extra: list[Tensor | None] = [None] * self.num_extra_inputs
         if scales is not None or not ctx.needs.input:  # others read it than the copy to rows
@@ -728,7 +669,13 @@ class Combine(BasicOperation):
             arguments = row_map, scales, ctx.num_rows, self.weighted
             drows, _ = scatter_received(dy, *arguments, zero_tail=ctx.zero_tail)
         if scales is not None and ctx.needs.extra_inputs[-1]:
-            rows, dy = weighted[0], copy_received(dy)
-            dscales = moe.row_dots(rows, cast(dy, rows.dtype), row_map, True)
+            rows = others[0]
+            dscales = moe.row_dots(rows, cast(copy_received(dy), rows.dtype), row_map, True)
             extra[-1] = cast(dscales, scales.dtype)
         return drows, *extra
+
+
+def _not_of_dispatch(name: str, must_be: str, got: Tensor | None) -> ValueError:
+    return ValueError(
+        f"{name} of Combine must be {must_be}, as Dispatch gives it, got {described(got)}"
+    )

@@ -1,4 +1,4 @@
-"""Small ops: identity, reshape, constant scale, and extra tensors in and out of a run."""
+"""Small ops: of each element or of the shape, and extra tensors in and out of a run."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from fusible.arguments import check_bools, check_numbers
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.fuser.op_facts import Dtypes
+from fusible.ops.casting import CastingOp, apply_quantizer, cast_grad
 from fusible.ops.op import BasicOperation
 from fusible.recipes.product import values
 
@@ -83,6 +84,55 @@ class ConstantScale(BasicOperation):
         return values(grad_output) * self.scale
 
 
+class Dropout(CastingOp):
+    """Zeros with probability ``p`` in training, other elements of x ``[...]`` over ``1 - p``.
+
+    In evaluation the input itself. Draws from PyTorch's generator of the device as
+    ``torch.nn.functional.dropout`` does, so ``torch.manual_seed`` decides, and checkpointing
+    repeats it. Saves ``(mask,)``, one byte an element, in training, and nothing in evaluation.
+
+    Args:
+        p: at least 0 and at most 1.
+
+    Raises:
+        ValueError: it is not.
+    """
+
+    fact_names = ("p",)
+    saves = "mask"
+
+    def __init__(self, p: float) -> None:
+        check_numbers(type(self).__name__, p=p)
+        super().__init__()
+        if not 0 <= p <= 1:
+            raise ValueError(f"p of Dropout must be at least 0 and at most 1, got {p}")
+        self.p = p
+
+    @property
+    def dropout_probability(self) -> float:
+        """``p``."""
+        return self.p
+
+    def forward_impl(self, ctx: OperationContext, input_: Tensor) -> Tensor:
+        """The input, partly dropped."""
+        x = self.cast_input(ctx, input_)
+        if self.training and self.p == 1:  # PyTorch draws nothing for it
+            x, mask = x * 0, torch.zeros_like(x, dtype=torch.bool)
+            ctx.save_for_backward(mask)
+        elif self.training and self.p > 0:
+            x, mask = torch.native_dropout(x, self.p, True)
+            ctx.save_for_backward(mask)
+        return apply_quantizer(x, ctx.next_quantizer)
+
+    def backward_impl(self, ctx: OperationContext, grad_output: Tensor) -> Tensor:
+        """The gradient, dropped where the forward did."""
+        dx = cast_grad(ctx, grad_output)
+        if ctx.saved_tensors:
+            scale = 0.0 if self.p == 1 else 1 / (1 - self.p)
+            dx = torch.ops.aten.native_dropout_backward(dx, ctx.saved_tensors[0], scale)
+        return apply_quantizer(dx, ctx.grad_quantizer)
+
+
 class _InPlaceOp(BasicOperation):
     """An op that may write its sum to a tensor that it is given. Saves nothing."""
 
@@ -147,9 +197,6 @@ def check_addend(
     """The extra input of ``AddExtraInput``, expanded to ``shape``, the sum's.
 
     Its own shape is ``ctx.addend_shape``, None where that is the sum's.
-
-    Raises:
-        ValueError: it does not broadcast to it, or is elsewhere.
     """
     ctx.addend_shape = None
     if addend is not None and addend.device == input_.device:

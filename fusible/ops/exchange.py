@@ -21,10 +21,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from fusible.formulas import math_dtype
 from fusible.kernels import moe
 from fusible.kernels.moe import cuda as moe_kernels
-from fusible.kernels.moe.peers import PeerRows
+from fusible.kernels.moe.cuda import PeerRows
 from fusible.ops.collectives import all_gather, begin_all_gather
-from fusible.ops.peer_memory import PeerMemory, aligned_bytes, reserve, reserved
-from fusible.recipes.formats import ELEMENTS, SCALE_DTYPES, NumberFormat
+from fusible.ops.peer_memory import PeerMemory, aligned_bytes, all_said, reserve
+from fusible.recipes.formats import NumberFormat
 from fusible.recipes.matrix import QuantizedMatrix
 from fusible.recipes.quantize_ops import dequantize_matrix, quantize_matrix
 from fusible.recipes.recipe import Role
@@ -41,16 +41,10 @@ SENT = {
 """A description of each mode, for ``explain``."""
 
 
-class AgreedOption(NamedTuple):
-    """An option on which all processes must agree: as an integer, and how to show that."""
-
-    number: int
-    shown: Callable[[int], object] = int
-
-
 class Exchange(NamedTuple):
     """The sizes of one exchange, which its forward and its backward share."""
 
+    op_name: str
     group: Any
     sent: tuple[int, ...] | None
     """Copies sent to each process; None where every process gets all tokens."""
@@ -61,15 +55,8 @@ class Exchange(NamedTuple):
     """The symmetric memory through which all tokens are sent; None for collectives."""
 
 
-class Routed(NamedTuple):
-    """The result of :func:`_route_copies`."""
-
-    exchange: Exchange
-    sent_map: Tensor
-    rows: int
-    """At least the rows that the experts here get: exact where sizes are read on the host."""
-    choices: int
-    """The choices of all processes."""
+Routed = tuple[Exchange, Tensor, int, int]
+"""The last fields of :class:`Received`."""
 
 
 class Received(NamedTuple):
@@ -78,9 +65,12 @@ class Received(NamedTuple):
     x: Tensor | PeerRows
     probs: Tensor
     ids: Tensor
-    routed: Routed
-    transport: str
-    """The transport, for ``explain``; empty on a CPU."""
+    exchange: Exchange
+    sent_map: Tensor
+    rows: int
+    """At least the rows that the experts here get: exact where sizes are read on the host."""
+    choices: int
+    """The choices of all processes."""
 
 
 def communicate(op_name: str, group: Any, function: Callable[..., Any], *args: Any) -> Any:
@@ -104,65 +94,57 @@ def _bytes(t: Tensor) -> Tensor:
     return flat.view(t.shape[0], t.shape[1] * t.element_size())
 
 
-def _split_bytes(
-    message: Tensor, widths: Sequence[int], dtypes: Sequence[torch.dtype]
-) -> list[Tensor]:
-    """Bytes ``[R, n]`` as matrices of these dtypes, each of so many bytes a row, in own memory.
+def _packed(*parts: Tensor) -> tuple[Tensor, Callable[[Tensor], list[Tensor]]]:
+    """Matrices ``[T, n]`` as one of bytes, and a function that divides such a one ``[R, n]`` again.
 
-    Parts of a single row are contiguous as they lie, but may begin where no such number may.
+    Into own memory: parts of a single row are contiguous as they lie, but may begin where no such
+    number may.
     """
-    parts = message.split(list(widths), dim=1)
-    copies = [part.clone(memory_format=torch.contiguous_format) for part in parts]
-    return [copy.view(dtype) for copy, dtype in zip(copies, dtypes, strict=True)]
+    of_parts = [_bytes(part) for part in parts]
+    widths, dtypes = [part.shape[1] for part in of_parts], [part.dtype for part in parts]
+
+    def unpack(message: Tensor) -> list[Tensor]:
+        own = [p.clone(memory_format=torch.contiguous_format) for p in message.split(widths, 1)]
+        return [part.view(dtype) for part, dtype in zip(own, dtypes, strict=True)]
+
+    return torch.cat(of_parts, 1), unpack
 
 
-def _all_to_all(
-    t: Tensor,
-    group: Any,
-    sent: Sequence[int] | None,
-    received: Sequence[int] | None,
-    begin: bool,
-) -> tuple[Tensor, Any]:
+def _all_to_all(t: Tensor, group: Any, sent: Any, received: Any, begin: bool) -> tuple[Tensor, Any]:
     """The rows that all processes have for this one, in order of rank; None: equal parts.
 
     And what to wait for, with ``begin``.
     """
     out = t.new_empty(t.shape[0] if received is None else sum(received), *t.shape[1:])
-    of_out = None if received is None else list(received)
-    of_in = None if sent is None else list(sent)
-    work = dist.all_to_all_single(
-        _bytes(out), _bytes(t), of_out, of_in, group=group, async_op=begin
-    )
-    return out, work
+    into, given = _bytes(out), _bytes(t)
+    return out, dist.all_to_all_single(into, given, received, sent, group=group, async_op=begin)
 
 
-def begin_send(
-    x: Tensor, sent_map: Tensor, exchange: Exchange, op_name: str
-) -> Callable[[], Tensor]:
+def begin_send(x: Tensor, sent_map: Tensor, exchange: Exchange) -> Callable[[], Tensor]:
     """Begin to send copies of the tokens ``x`` ``[T, n]`` of all processes to those that need them.
 
     Returns a function that waits for the tokens of this process and gives them, ``[R, n]``, in
     order of rank, then of token. Where all are sent, padding tokens are zero.
     """
-    group, dtype = exchange.group, x.dtype
+    dtype = x.dtype
     if exchange.sent is not None:
         copies, _ = moe.scatter_rows(x, sent_map, None, sum(exchange.sent), False)
-        return _begun(op_name, group, _all_to_all, copies, exchange.sent, exchange.received)
+        return _begun(exchange, _all_to_all, copies, exchange.sent, exchange.received)
     if exchange.padded != x.shape[0]:
         x = torch.cat((x, x.new_zeros(exchange.padded - x.shape[0], x.shape[1])))
-    wait = _begun(op_name, group, begin_all_gather, _bytes(x))
+    wait = _begun(exchange, begin_all_gather, _bytes(x))
     return lambda: wait().view(dtype)
 
 
 def _begun(
-    op_name: str, group: Any, function: Callable[..., Any], sent: Tensor, *args: Any
+    exchange: Exchange, function: Callable[..., Any], sent: Tensor, *args: Any
 ) -> Callable[[], Tensor]:
     """Begin an exchange; return a function that waits for its result.
 
     In a graph that is traced nothing is left to wait for, whatever torch's function returns there
     (2.11: the tensor).
     """
-    begin = not torch.compiler.is_compiling()
+    (op_name, group, *_), begin = exchange, not torch.compiler.is_compiling()
     out, work = communicate(op_name, group, function, sent, group, *args, begin)
 
     def finish(kept: Tensor = sent) -> Tensor:  # which is read until then
@@ -183,7 +165,7 @@ def wire_format(recipe: Any, role: Role) -> NumberFormat | None:
 
 
 def begin_send_as(
-    x: Tensor, fmt: NumberFormat | None, sent_map: Tensor, exchange: Exchange, op_name: str
+    x: Tensor, fmt: NumberFormat | None, sent_map: Tensor, exchange: Exchange
 ) -> Callable[[], Tensor | PeerRows]:
     """:func:`begin_send` of ``x``, quantized row-wise unless ``fmt`` is None.
 
@@ -192,15 +174,15 @@ def begin_send_as(
     if fmt is None:
         placed = _begin_placing(exchange.memory, [(x, exchange.padded)])
         if placed is None:
-            return begin_send(x, sent_map, exchange, op_name)
+            return begin_send(x, sent_map, exchange)
         return lambda: placed()[0]
     row, _ = quantize_matrix(x, fmt, rowwise=True, columnwise=False)
     assert row is not None
-    parts, elements, dtype = [_bytes(row.data), _bytes(row.scale)], row.data.dtype, x.dtype
-    wait = begin_send(torch.cat(parts, 1), sent_map, exchange, op_name)
+    (message, unpack), dtype = _packed(row.data, row.scale), x.dtype
+    wait = begin_send(message, sent_map, exchange)
 
-    def finish(widths: Sequence[int] = [part.shape[1] for part in parts]) -> Tensor:
-        data, scale = _split_bytes(wait(), widths, (elements, fmt.scale_dtype))
+    def finish() -> Tensor:
+        data, scale = unpack(wait())
         return dequantize_matrix(QuantizedMatrix(data, scale, None, fmt), dtype)
 
     return finish
@@ -263,20 +245,6 @@ def copy_received(x: Tensor | PeerRows) -> Tensor:
     return copied
 
 
-def format_option(fmt: NumberFormat | None) -> AgreedOption:
-    """A format of :func:`wire_format`, as what is sent depends on it."""
-    elements, scales = list(ELEMENTS), list(SCALE_DTYPES)
-
-    def shown(number: int) -> str | None:
-        block, rest = divmod(number, 64)
-        return f"{elements[rest // 8]}, {scales[rest % 8]} of {block}" if number else None
-
-    if fmt is None or fmt.block is None:
-        return AgreedOption(0, shown)
-    kind = 8 * elements.index(fmt.element.name) + scales.index(fmt.scale)
-    return AgreedOption(64 * fmt.block[1] + kind, shown)
-
-
 class ReturnExchange:
     """Sends what a process made of the copies that it received back to where they came from.
 
@@ -285,14 +253,11 @@ class ReturnExchange:
 
     Args:
         exchange: that brought the copies.
-        op_name: for errors.
         matrices: features and dtype of each matrix ``[R, features]`` that goes back.
     """
 
-    def __init__(
-        self, exchange: Exchange, op_name: str, *matrices: tuple[int, torch.dtype]
-    ) -> None:
-        self._exchange, self._op_name = exchange, op_name
+    def __init__(self, exchange: Exchange, *matrices: tuple[int, torch.dtype]) -> None:
+        self._exchange = exchange
         memory = exchange.memory
         if memory is not None:
             rows = memory.processes * exchange.padded
@@ -305,26 +270,25 @@ class ReturnExchange:
         self, rows: Tensor, row_map: Tensor, weights: Tensor | None, values: Tensor | None
     ) -> Tensor:
         """Return each copy's sum of its rows; and give ``values`` by choice: ``moe.gather_sum``."""
-        out = None if self._memory is None else self._slots(rows.shape[1], rows.dtype)
-        if out is not None and out.table:
-            result = moe_kernels.gather_sum(rows, row_map, weights, values, out)
-            if result is not NotImplemented:
-                return result[1]
-        sums, picked = moe.gather_sum(rows, row_map, weights, values)
-        if out is None:
+        given = rows, row_map, weights, values
+        if self._memory is None:
+            sums, picked = moe.gather_sum(*given)
             self.rows(sums)
-        else:
-            out.copy_(sums)
-        return picked
+            return picked
+        out = self._slots(rows.shape[1], rows.dtype)
+        result = moe_kernels.gather_sum(*given, out) if out.table else NotImplemented
+        if result is NotImplemented:
+            result = moe.gather_sum(*given)
+            out.copy_(result[0])
+        return result[1]
 
     def rows(self, partial: Tensor) -> None:
         """Return ``[R, n]``, one row for each copy."""
         if self._memory is not None:
             self._slots(partial.shape[1], partial.dtype).copy_(partial)
             return
-        group, sent, received, *_ = self._exchange
-        begun = _begun(self._op_name, group, _all_to_all, partial, received, sent)
-        self._returned.append(begun)
+        _, _, sent, received, *_ = self._exchange
+        self._returned.append(_begun(self._exchange, _all_to_all, partial, received, sent))
 
     def _slots(self, features: int, dtype: torch.dtype) -> PeerRows:
         assert self._memory is not None
@@ -368,12 +332,9 @@ def send_choices(
     """
     if per_choice:
         ids, probs, sent_map = (t.reshape(-1, 1) for t in (ids, probs, sent_map))
-    k = ids.shape[1]
     # One message; ids from 1, so that zeros are no expert.
-    message = torch.cat((_bytes(ids.int() + 1), _bytes(probs)), 1)
-    message = begin_send(message, sent_map, exchange, "Dispatch")()
-    widths = 4 * k, probs.element_size() * k
-    ids, probs = _split_bytes(message, widths, (torch.int32, probs.dtype))
+    message, unpack = _packed(ids.int() + 1, probs)
+    ids, probs = unpack(begin_send(message, sent_map, exchange)())
     return ids - 1, probs
 
 
@@ -384,7 +345,7 @@ def balanced_sizes(copies: int, group: Any) -> tuple[int, ...]:
 
 
 class Settings(NamedTuple):
-    """How tokens are sent: the same on all processes, as ``agreed`` lets them check."""
+    """How tokens are sent, as the arguments of a ``Dispatch`` say."""
 
     group: Any
     mode: Send
@@ -393,15 +354,12 @@ class Settings(NamedTuple):
     sent_as: NumberFormat | None
     """See :func:`begin_send_as`."""
     receive_factor: float | None
-    """The most rows that the experts of a process may get, as a multiple of the choices of the
-    process that has the most tokens; None for no bound."""
     max_tokens: int | None
-    """The most tokens of a process, for which there is room where no host reads sizes; None if all
-    processes then have equally many."""
     symmetric_memory: bool
-    """Use it where it works."""
-    agreed: dict[str, AgreedOption]
+    agreed: dict[str, object]
     """By name, the options on which all processes must agree."""
+    digest: int
+    """A number of these, under 2^56."""
 
     @property
     def processes(self) -> int:
@@ -412,22 +370,17 @@ class Settings(NamedTuple):
 def receive(x: Tensor, probs: Tensor, ids: Tensor, settings: Settings) -> Received:
     """Send the tokens ``x`` ``[T, H]`` to their experts, and receive those for the experts here.
 
-    Args:
-        x: tokens.
-        probs: the weights of their choices, ``[T, k]``.
-        ids: the experts, ``[T, k]``, -1 or the number of all experts for none.
-        settings: how.
+    ``probs`` are the weights of their choices, ``[T, k]``, and ``ids`` the experts, ``[T, k]``, -1
+    or the number of all experts for none.
 
     Raises:
         ValueError: processes disagree about an option, experts get more rows than the bound, or
             a process has more tokens than ``max_tokens``, on all processes alike.
         RuntimeError: a process fails; a mode that reads sizes on the host is compiled.
     """
-    mode, transport, compiling = settings.mode, "", torch.compiler.is_compiling()
+    mode, compiling = settings.mode, torch.compiler.is_compiling()
     if isinstance(ids, FakeTensor) and not compiling:
         routed = _balanced(ids, settings)
-        if mode == "all" and ids.device.type == "cuda":
-            transport = _transport(reserved(settings.group, ids.device), settings)
     elif mode == "all" and not _reads_sizes(ids.device):
         return _receive_all(x, probs, ids, settings)
     elif compiling:
@@ -437,10 +390,10 @@ def receive(x: Tensor, probs: Tensor, ids: Tensor, settings: Settings) -> Receiv
         )
     else:
         routed = _route_copies(ids, settings)
-    exchange, sent_map = routed.exchange, routed.sent_map
-    received = begin_send_as(x, settings.sent_as, sent_map, exchange, "Dispatch")()
+    exchange, sent_map, *_ = routed
+    received = begin_send_as(x, settings.sent_as, sent_map, exchange)()
     ids, probs = send_choices(ids, probs, sent_map, exchange, mode == "rows")
-    return Received(received, probs, ids, routed, transport)
+    return Received(received, probs, ids, *routed)
 
 
 def _reads_sizes(device: torch.device) -> bool:
@@ -456,20 +409,20 @@ def _balanced(ids: Tensor, settings: Settings) -> Routed:
     group, processes, (tokens, k) = settings.group, settings.processes, ids.shape
     width = k if settings.mode == "rows" else processes
     if settings.mode == "all":
-        exchange = Exchange(group, None, None, settings.max_tokens or tokens)
+        exchange = Exchange("Dispatch", group, None, None, settings.max_tokens or tokens)
         rows = processes * exchange.padded * min(k, settings.local)
     else:
         sizes = balanced_sizes(tokens * min(k, width), group)
-        exchange, rows = Exchange(group, sizes, sizes, 0), tokens * k
+        exchange, rows = Exchange("Dispatch", group, sizes, sizes, 0), tokens * k
     sent_map = ids.new_empty(tokens, width, dtype=torch.int32)
-    return Routed(exchange, sent_map, rows, k * tokens * processes)
+    return exchange, sent_map, rows, k * tokens * processes
 
 
 def _route_copies(ids: Tensor, settings: Settings) -> Routed:
     """Agree with the group on an exchange whose sizes the host reads.
 
-    One all-gather of a few integers: the options, on which processes must agree, the number of
-    tokens, and the copies and choices for each process.
+    One all-gather of a few integers: the digest of the options, on which processes must agree, the
+    number of tokens, and the copies and choices for each process.
     """
     group, mode, processes = settings.group, settings.mode, settings.processes
     (tokens, _), device = ids.shape, ids.device
@@ -482,8 +435,7 @@ def _route_copies(ids: Tensor, settings: Settings) -> Routed:
         sent_map, copies, _ = moe.permutation(to, processes, None)
     elif mode == "rows":
         sent_map, copies, _ = moe.permutation(owner, processes, None)
-    numbers = [option.number for option in settings.agreed.values()]
-    header = torch.tensor((*numbers, tokens), dtype=torch.int64, device=device)
+    header = torch.tensor((settings.digest, tokens), dtype=torch.int64, device=device)
     own = torch.cat((header, copies, choices))
     table = communicate("Dispatch", group, all_gather, own[None], group)
     return _read_sizes(table, sent_map, ids.shape[1], settings)
@@ -491,14 +443,11 @@ def _route_copies(ids: Tensor, settings: Settings) -> Routed:
 
 def _receive_all(x: Tensor, probs: Tensor, ids: Tensor, settings: Settings) -> Received:
     """:func:`receive` the tokens of all processes; only the device checks what these said."""
-    group, _, local, sent_as, receive_factor, max_tokens, _, agreed = settings
+    group, _, local, sent_as, receive_factor, max_tokens, _, _, digest = settings
     processes, (tokens, k) = settings.processes, ids.shape
     padded = max_tokens or tokens
-    memory, transport = _memory_for(x, probs, padded, settings)
-    exchange = Exchange(group, None, None, padded, memory)
-    digest = 0  # 61 bits
-    for option in agreed.values():
-        digest = (digest * 1_000_003 + option.number + 1) % (2**61 - 1)
+    memory = _memory_for(x, probs, padded, settings)
+    exchange = Exchange("Dispatch", group, None, None, padded, memory)
     # No copy from the host, which a CUDA graph would repeat.
     header = torch.cat([ids.new_full((1, 1), n, dtype=torch.int64) for n in (digest, tokens)], 1)
     sent_map = _all_sent(tokens, padded, processes, ids.device)
@@ -514,7 +463,7 @@ def _receive_all(x: Tensor, probs: Tensor, ids: Tensor, settings: Settings) -> R
         table = communicate("Dispatch", group, all_gather, header, group)
         _check_processes_agree(table, tokens, max_tokens)
         by_group = exchange._replace(memory=None)
-        received = begin_send_as(x, sent_as, sent_map, by_group, "Dispatch")()
+        received = begin_send_as(x, sent_as, sent_map, by_group)()
         ids, probs = send_choices(ids, probs, sent_map, by_group, False)
     rows = processes * padded * min(k, local)
     if receive_factor is not None:
@@ -523,40 +472,21 @@ def _receive_all(x: Tensor, probs: Tensor, ids: Tensor, settings: Settings) -> R
         fits = choices.max() <= bound
         torch._assert_async(fits, "more rows than receive_factor of Dispatch allows")
         rows = min(rows, bound)
-    routed = Routed(exchange, sent_map, rows, k * padded * processes)
-    return Received(received, probs, ids, routed, transport)
+    return Received(received, probs, ids, exchange, sent_map, rows, k * padded * processes)
 
 
-def _memory_for(
-    x: Tensor, probs: Tensor, padded: int, settings: Settings
-) -> tuple[PeerMemory | None, str]:
-    """The memory for the exchanges of tokens, and what ``explain`` says of it."""
+def _memory_for(x: Tensor, probs: Tensor, padded: int, settings: Settings) -> PeerMemory | None:
+    """The memory for the exchanges of tokens."""
     group, processes, device = settings.group, settings.processes, x.device
-    if device.type != "cuda" or processes == 1:
-        return None, ""
+    if device.type != "cuda" or processes == 1 or not settings.symmetric_memory:
+        return None
     # The largest exchange is that of gradients, of all processes' tokens and weights; or, where
     # there are none, that of headers.
     of_x = max(x.element_size(), 4) if probs.shape[1] == 1 else x.element_size()  # see unrounded
     widths = x.shape[1] * of_x, probs.shape[1] * max(probs.element_size(), 4)
     nbytes = sum(aligned_bytes(max(processes * padded, 1) * width) for width in widths)
-    found = None
-    if settings.symmetric_memory:
-        found = communicate("Dispatch", group, reserve, group, device, nbytes)
-    memory = found if isinstance(found, PeerMemory) else None
-    return memory, _transport(found, settings)
-
-
-def _transport(found: PeerMemory | str | None, settings: Settings) -> str:
-    """The transport that was found, in words, for ``explain``."""
-    if settings.processes == 1:
-        return ""
-    if not settings.symmetric_memory:
-        return "; by collectives: symmetric_memory is off"
-    if found is None:
-        return "; the first call finds out whether through symmetric memory"
-    if isinstance(found, str):
-        return f"; by collectives, not symmetric memory: {found}"
-    return "; tokens are read from, and sums written to, each other's memory"
+    found = communicate("Dispatch", group, reserve, group, device, nbytes)
+    return found if isinstance(found, PeerMemory) else None
 
 
 def _check_processes_agree(table: Tensor, tokens: int, max_tokens: int | None) -> None:
@@ -585,15 +515,12 @@ def _all_sent(tokens: int, padded: int, processes: int, device: torch.device) ->
 
 def _read_sizes(table: Tensor, sent_map: Tensor, k: int, settings: Settings) -> Routed:
     """The exchange, from the gathered table of all processes, read on the host."""
-    group, mode, _, _, receive_factor, max_tokens, _, options = settings
-    processes, rank, agreed = table.shape[0], dist.get_rank(group), len(options)
-    gathered = table.tolist()
-    _check_agreement(options, gathered)
-    tokens = [row[agreed] for row in gathered]
-    copies = [row[agreed + 1 : agreed + 1 + processes] for row in gathered]
-    rows = [
-        sum(of) for of in zip(*[row[agreed + 1 + processes :] for row in gathered], strict=True)
-    ]
+    group, receive_factor, max_tokens = settings.group, settings.receive_factor, settings.max_tokens
+    processes, rank = table.shape[0], dist.get_rank(group)
+    digests, tokens, *counts = zip(*table.tolist(), strict=True)
+    if len(set(digests)) > 1:
+        _refuse_disagreement(settings)
+    copies, rows = counts[:processes], [sum(of) for of in counts[processes:]]
     if max_tokens is not None and max(tokens) > max_tokens:
         raise ValueError(_too_many(max(tokens), max_tokens))
     if receive_factor is not None:
@@ -605,21 +532,23 @@ def _read_sizes(table: Tensor, sent_map: Tensor, k: int, settings: Settings) -> 
                 f"Dispatch, {receive_factor}, times the {most} choices of a process), "
                 f"got {max(rows)}; raise receive_factor, or leave it out for no bound"
             )
-    if mode == "all":
+    if settings.mode == "all":
         padded = max(tokens)
         sent_map = _all_sent(tokens[rank], padded, processes, table.device)
-        exchange = Exchange(group, None, None, padded)
+        exchange = Exchange("Dispatch", group, None, None, padded)
     else:
-        exchange = Exchange(group, tuple(copies[rank]), tuple(of[rank] for of in copies), 0)
-    return Routed(exchange, sent_map, rows[rank], k * sum(tokens))
+        sent = tuple(of[rank] for of in copies)
+        exchange = Exchange("Dispatch", group, sent, copies[rank], 0)
+    return exchange, sent_map, rows[rank], k * sum(tokens)
 
 
-def _check_agreement(options: dict[str, AgreedOption], gathered: Sequence[Sequence[int]]) -> None:
-    """Raise ValueError unless all processes have the same options."""
-    for i, (name, option) in enumerate(options.items()):
-        numbers = [row[i] for row in gathered]
-        if len(set(numbers)) > 1:
+def _refuse_disagreement(settings: Settings) -> None:
+    """Raise ValueError, on all processes, for an option that is not the same on all."""
+    given = list(settings.agreed.values())
+    of_ranks = communicate("Dispatch", settings.group, all_said, settings.group, given)
+    for name, *values in zip(settings.agreed, *of_ranks, strict=True):
+        if any(value != values[0] for value in values):
             raise ValueError(
-                f"{name} of Dispatch must be the same on all {len(numbers)} processes of its "
-                f"group, got {[option.shown(n) for n in numbers]} in order of rank"
+                f"{name} of Dispatch must be the same on all {len(values)} processes of its "
+                f"group, got {values} in order of rank"
             )

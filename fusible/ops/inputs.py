@@ -18,11 +18,7 @@ _DTYPE_NAMES = ", ".join(sorted(str(d).removeprefix("torch.") for d in FLOAT_DTY
 
 
 def product_dtype(ctx: OperationContext, x: Tensor, weight: Tensor, op_name: str) -> torch.dtype:
-    """The dtype of a matrix product of ``x`` with ``weight``: autocast's, or the weight's.
-
-    Raises:
-        ValueError: they live on different devices, or have dtypes that cannot be multiplied.
-    """
+    """The dtype of a matrix product of ``x`` with ``weight``: autocast's, or the weight's."""
     dtype, autocast_dtype = weight.dtype, ctx.autocast_dtype
     if (
         x.dtype == dtype
@@ -56,11 +52,7 @@ def wrong_shape(name: str, parameter: Tensor, shape: tuple[int, ...], op_name: s
 
 
 def on_device_of(x: Tensor, sizes: Tensor, op_name: str) -> Tensor:
-    """``sizes``, or their end rows, on the device of the rows ``x``, copied there if needed.
-
-    Raises:
-        RuntimeError: they are on another device while a CUDA graph is captured.
-    """
+    """``sizes``, or their end rows, on the device of the rows ``x``, copied there if needed."""
     if sizes.device == x.device:
         return sizes
     if not torch.compiler.is_compiling() and capturing():
@@ -126,11 +118,7 @@ def check_interleaved(x: Tensor, interleave: int | None, op_name: str) -> None:
 
 
 def check_row_scales(scales: Tensor | None, x: Tensor, op_name: str) -> Tensor:
-    """``scales``, refused unless it has one floating value per row of ``x``, on its device.
-
-    Raises:
-        ValueError: it has not.
-    """
+    """``scales``; ValueError unless it has one floating value per row of ``x``, on its device."""
     if (
         scales is not None
         and scales.is_floating_point()

@@ -14,7 +14,7 @@ from fusible.arguments import check_bools, check_numbers
 from fusible.fuser.context import OperationContext
 from fusible.kernels import normalization as kernels
 from fusible.ops.casting import CastingOp, apply_quantizer, cast_grad
-from fusible.ops.inputs import check_device, check_sizes, nested_input
+from fusible.ops.inputs import check_device, check_sizes, nested_input, wrong_shape
 from fusible.ops.op import OpGrads
 
 
@@ -78,9 +78,7 @@ class _Norm(CastingOp):
             raise nested_input(op_name)
         for name, parameter in zip(self.parameter_names or (), ctx.parameters, strict=True):
             if parameter.shape != shape:
-                raise ValueError(
-                    f"{name} of {op_name} must have shape {shape}, got {tuple(parameter.shape)}"
-                )
+                raise wrong_shape(name, parameter, shape, op_name)
         check_device(input_, ctx.parameters[0], op_name)
         return self.cast_input(ctx, input_).reshape(-1, self.features)
 
@@ -118,8 +116,7 @@ class LayerNorm(_Norm):
     Args:
         normalized_shape: the last dimensions of the input, over which it normalizes.
         eps: added to the variance.
-        device: of the parameters; PyTorch's default if None.
-        dtype: of the parameters; PyTorch's default if None.
+        device, dtype: of the parameters; PyTorch's defaults if None.
         zero_centered_gamma: multiply by ``1 + weight``; the weight starts at zero.
         sm_margin: has no effect: these kernels leave no SMs to others.
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusible.kernels.moe.peers import PeerRows
+from fusible.kernels.moe.cuda import PeerRows
 
 _ALIGNMENT = 256  # bytes, of what an exchange places one after the other
 _GRANULE = 1 << 21  # bytes of a page of device memory
@@ -73,10 +73,8 @@ class PeerMemory:
 
     def rows(self, shape: tuple[int, int], dtype: torch.dtype) -> PeerRows:
         """Rows ``[n, features]`` in every process's memory, after what the exchange has placed."""
-        size = shape[0] * shape[1] * dtype.itemsize
-        offset = self._place(size)
-        parts = [self._view(rank, shape, dtype, offset) for rank in range(self.processes)]
-        return PeerRows(parts, self._handle.buffer_ptrs_dev, offset, self.rank, self.end)
+        offset = self._place(shape[0] * shape[1] * dtype.itemsize)
+        return self._rows_at(offset, shape, dtype)
 
     def slots(self, shape: tuple[int, int], dtype: torch.dtype) -> tuple[PeerRows, Tensor]:
         """The memory where this process writes rows ``[n, features]`` for each, and where it reads.
@@ -86,9 +84,11 @@ class PeerMemory:
         size = shape[0] * shape[1] * dtype.itemsize
         offset = self._place(self.processes * size)
         own = self._view(self.rank, (self.processes * shape[0], shape[1]), dtype, offset)
-        offset += self.rank * size
+        return self._rows_at(offset + self.rank * size, shape, dtype), own
+
+    def _rows_at(self, offset: int, shape: tuple[int, int], dtype: torch.dtype) -> PeerRows:
         parts = [self._view(rank, shape, dtype, offset) for rank in range(self.processes)]
-        return PeerRows(parts, self._handle.buffer_ptrs_dev, offset, self.rank, self.end), own
+        return PeerRows(parts, self._handle.buffer_ptrs_dev, offset, self.rank, self.end)
 
     def _place(self, nbytes: int) -> int:
         offset, self._used = self._used, self._used + aligned_bytes(nbytes)
@@ -142,11 +142,9 @@ def reserve(group: Any, device: torch.device, nbytes: int) -> PeerMemory | str:
     """
     if torch.compiler.is_compiling():
         return "torch.compile traces the call"
-    memory = reserved(group, device)
-    if isinstance(memory, str):
-        return memory
-    if memory is not None and memory.nbytes >= nbytes and not memory.abandoned:
-        return memory
+    found = reserved(group, device)
+    if isinstance(found, str) or (found and found.nbytes >= nbytes and not found.abandoned):
+        return found
     if torch.cuda.is_current_stream_capturing():
         return "there was no memory of this size before the call was captured"
     memory = _make(group, device, -(-nbytes // _GRANULE) * _GRANULE)
@@ -168,7 +166,7 @@ def _make(group: Any, device: torch.device, nbytes: int) -> PeerMemory | str:
     boot = Path("/proc/sys/kernel/random/boot_id")  # of this host, or container
     host = socket.gethostname(), boot.read_text().strip() if boot.exists() else ""
     gpu = str(torch.cuda.get_device_properties(device).uuid)
-    hosts, gpus = zip(*_everyone(group, (host, gpu)), strict=True)
+    hosts, gpus = zip(*all_said(group, (host, gpu)), strict=True)
     if len(set(hosts)) > 1:
         return "the processes are on several hosts"
     if len(set(gpus)) < len(gpus):
@@ -183,12 +181,12 @@ def _make(group: Any, device: torch.device, nbytes: int) -> PeerMemory | str:
         memory = PeerMemory(own, symmetric_memory.rendezvous(own, group), timeout_ms)
     except (ImportError, RuntimeError) as error:
         memory = f"PyTorch's symmetric memory failed: {str(error).splitlines()[0]}"
-    failures = [why for why in _everyone(group, memory if isinstance(memory, str) else "") if why]
+    failures = [why for why in all_said(group, memory if isinstance(memory, str) else "") if why]
     return failures[0] if failures else memory
 
 
-def _everyone(group: Any, said: Any) -> list[Any]:
+def all_said(group: Any, said: Any) -> list[Any]:
     """The objects of all processes, in order of rank."""
-    all_said: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(all_said, said, group=group)
-    return all_said
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, said, group=group)
+    return gathered

@@ -28,8 +28,8 @@ class _Scaled(Activation):
     saves = "x, scales"
 
     def __init__(self, *, activation_recompute_in_mlp: bool = False) -> None:
-        op_name = type(self).__name__
-        check_bools(op_name, activation_recompute_in_mlp=activation_recompute_in_mlp)
+        flags = {"activation_recompute_in_mlp": activation_recompute_in_mlp}
+        check_bools(type(self).__name__, **flags)
         super().__init__()
         self.activation_recompute_in_mlp = activation_recompute_in_mlp
 
@@ -135,17 +135,11 @@ class ScaledClampedQGeGLU(ScaledGLU):
     first. Extra input: ``scales`` ``[...]``, one per row. Saves ``(x, scales)`` and ``ctx.dtype``.
 
     Args:
-        glu_interleave_size: as in :class:`ScaledSwiGLU`.
-        limit: bound of the clamps, positive.
-        alpha: slope of the sigmoid.
-        glu_linear_offset: added to the linear half after its clamp.
-        activation_recompute_in_mlp: must be False.
+        glu_interleave_size, activation_recompute_in_mlp: as in :class:`ScaledSwiGLU`.
+        limit, alpha, glu_linear_offset: as in :class:`ClampedSwiGLU`.
     """
 
     activation = "clamped_qgeglu"
-    limit: float
-    alpha: float
-    glu_linear_offset: float
 
     def __init__(
         self,
@@ -159,7 +153,8 @@ class ScaledClampedQGeGLU(ScaledGLU):
         super().__init__(
             glu_interleave_size, activation_recompute_in_mlp=activation_recompute_in_mlp
         )
-        self.set_options(limit=limit, alpha=alpha, glu_linear_offset=glu_linear_offset)
+        self.limit, self.alpha, self.glu_linear_offset = limit, alpha, glu_linear_offset
+        self.check_options()
 
 
 class ScaledSiTUGLU(ScaledGLU):
@@ -168,14 +163,11 @@ class ScaledSiTUGLU(ScaledGLU):
     Extra input: ``scales`` ``[...]``, one per row. Saves ``(x, scales)`` and ``ctx.dtype``.
 
     Args:
-        glu_interleave_size: as in :class:`ScaledSwiGLU`.
-        activation_recompute_in_mlp: must be False.
+        glu_interleave_size, activation_recompute_in_mlp: as in :class:`ScaledSwiGLU`.
         beta1, beta2: as in :class:`SiTUGLU`.
     """
 
     activation = "situglu"
-    beta1: float
-    beta2: float
 
     def __init__(
         self,
@@ -188,4 +180,5 @@ class ScaledSiTUGLU(ScaledGLU):
         super().__init__(
             glu_interleave_size, activation_recompute_in_mlp=activation_recompute_in_mlp
         )
-        self.set_options(beta1=beta1, beta2=beta2)
+        self.beta1, self.beta2 = beta1, beta2
+        self.check_options()

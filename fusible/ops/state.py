@@ -22,8 +22,17 @@ class ModuleState(nn.Module):
     """A module whose parameters keep their attributes and formats: converted, loaded or copied."""
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        with _attributes_kept(self), _quantized_converted(self, fn):
-            super()._apply(fn, recurse)
+        # PyTorch does not see quantized parameters meanwhile. They keep their format, unless their
+        # dtype becomes one to which no format is dequantized: then they become ordinary tensors.
+        own = {name: p for name, p in self._parameters.items() if isinstance(p, QuantizedTensor)}
+        with _attributes_kept(self):
+            self._parameters.update(dict.fromkeys(own))
+            try:
+                super()._apply(fn, recurse)
+            finally:
+                self._parameters.update(own)
+            for name, parameter in own.items():
+                self._parameters[name] = _converted(parameter, fn)
         return self
 
     # No hooks of state dicts, which belong to one module: copies would run the original's.
@@ -80,23 +89,6 @@ def _attributes_kept(module: nn.Module) -> Iterator[None]:
     finally:
         for name, attributes in before.items():
             _give(module._parameters[name], attributes)
-
-
-@contextmanager
-def _quantized_converted(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Apply ``fn`` to the quantized parameters, which PyTorch's ``_apply`` inside does not see.
-
-    They keep their format, unless their dtype becomes one to which no format is dequantized: then
-    they become ordinary tensors.
-    """
-    own = {name: p for name, p in module._parameters.items() if isinstance(p, QuantizedTensor)}
-    module._parameters.update(dict.fromkeys(own))
-    try:
-        yield
-    finally:
-        module._parameters.update(own)
-    for name, parameter in own.items():
-        module._parameters[name] = _converted(parameter, fn)
 
 
 @torch.no_grad()

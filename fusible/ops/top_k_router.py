@@ -16,13 +16,7 @@ from fusible.fuser.context import OperationContext
 from fusible.fuser.op_facts import Dtypes, autocast_to
 from fusible.kernels import moe
 from fusible.ops.collectives import all_reduce
-from fusible.ops.inputs import (
-    check_device,
-    check_dtype,
-    check_features,
-    check_sizes,
-    wrong_shape,
-)
+from fusible.ops.inputs import check_device, check_dtype, check_features, check_sizes, wrong_shape
 from fusible.ops.op import BasicOperation, Grads, OpGrads
 from fusible.recipes.product import values
 
@@ -66,8 +60,7 @@ class TopKRouter(BasicOperation):
         bias: add a learned bias to the logits.
         load_balancing_loss: give :func:`fusible.formulas.load_balancing_loss` out.
         z_loss: give :func:`fusible.formulas.router_z_loss` out.
-        device: of the parameters; PyTorch's default if None.
-        dtype: of the parameters; PyTorch's default if None.
+        device, dtype: of the parameters; PyTorch's defaults if None.
 
     Raises:
         TypeError: a size is no integer.
@@ -109,16 +102,9 @@ class TopKRouter(BasicOperation):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        check_bools(
-            "TopKRouter",
-            normalize=normalize,
-            expert_bias=expert_bias,
-            bias=bias,
-            load_balancing_loss=load_balancing_loss,
-            z_loss=z_loss,
-        )
-        check_numbers("TopKRouter", scaling_factor=scaling_factor)
         losses = {"load_balancing_loss": load_balancing_loss, "z_loss": z_loss}
+        check_bools("TopKRouter", normalize=normalize, expert_bias=expert_bias, bias=bias, **losses)
+        check_numbers("TopKRouter", scaling_factor=scaling_factor)
         self.extra_output_names = ("probs", "expert_ids", *[n for n, on in losses.items() if on])
         self.num_extra_outputs = len(self.extra_output_names)
         super().__init__()
@@ -148,16 +134,16 @@ class TopKRouter(BasicOperation):
             )
         names = "hidden_size", "num_experts", "top_k", "num_groups", "top_groups", "group_top"
         check_sizes("TopKRouter", dtype, **{name: getattr(self, name) for name in names})
-        groups, chosen = self.num_groups, self.top_groups
+        groups = self.num_groups
         if self.num_experts % groups:
             raise ValueError(
                 f"num_groups of TopKRouter must divide num_experts={self.num_experts}, got {groups}"
             )
         size = self.num_experts // groups
         for name, value, most in (
-            ("top_groups", chosen, groups),
+            ("top_groups", self.top_groups, groups),
             ("group_top", self.group_top, size if groups > 1 else self.group_top),
-            ("top_k", self.top_k, chosen * size),
+            ("top_k", self.top_k, self.top_groups * size),
         ):
             if value > most:
                 raise ValueError(
@@ -175,9 +161,10 @@ class TopKRouter(BasicOperation):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         before = self.expert_bias
         super()._apply(fn, recurse)
-        if before is not None and self.expert_bias.dtype != before.dtype:  # type: ignore[union-attr]
+        after: Any = self.expert_bias
+        if before is not None and after.dtype != before.dtype:
             # A step of 0.001 is lost when added to a bias of 0.3 in BF16.
-            self.expert_bias = before.to(self.expert_bias.device)  # type: ignore[union-attr]
+            self.expert_bias = before.to(after.device)
         return self
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -222,26 +209,16 @@ class TopKRouter(BasicOperation):
         """The input's; what is chosen by FP32 (FP64) logits, and the losses of them."""
         if given.input is None:
             return (None,) * (1 + self.num_extra_outputs)
-        product = _product_dtype(given.input, given.params[0], given.autocast)
-        wide = formulas.math_dtype(product)
-        losses = (wide,) * (self.num_extra_outputs - 2)
-        return (given.input, wide, torch.int64, *losses)
+        wide = formulas.math_dtype(_product_dtype(given.input, given.params[0], given.autocast))
+        return (given.input, wide, torch.int64, *[wide] * (self.num_extra_outputs - 2))
 
     def forward_impl(self, ctx: OperationContext, input_: Tensor) -> tuple[Tensor, ...]:
         """The product and the choice, one launch for few tokens."""
         x, weight = self._operands(ctx, values(input_))
         bias = ctx.parameters[1] if len(ctx.parameters) > 1 else None
-        logits, probs, ids = moe.route_tokens(
-            x,
-            weight,
-            bias,
-            self.expert_bias,
-            self.top_k,
-            self.score_function,
-            self.normalize,
-            self.scaling_factor,
-            [self.num_groups, self.top_groups, self.group_top],
-        )
+        choice = self.top_k, self.score_function, self.normalize, self.scaling_factor
+        groups = [self.num_groups, self.top_groups, self.group_top]
+        logits, probs, ids = moe.route_tokens(x, weight, bias, self.expert_bias, *choice, groups)
         of_weight, of_input = ctx.needs.params[0], ctx.needs.input
         ctx.save_for_backward(x if of_weight else None, weight if of_input else None, logits, ids)
         losses = [self._loss(name, logits, ids) for name in self.extra_output_names[2:]]

@@ -52,7 +52,7 @@ def test_a_gated_units_backward_is_its_derivative(name, interleave):
 
 
 def test_every_row_has_an_op_and_every_op_a_row():
-    assert set(ops_by_row(activation._Unary).values()) == set(UNARY)
+    assert {name for op, name in every_op().items() if not op.gated} == set(UNARY)
     assert set(ops_by_row(activation.GatedOp).values()) == set(GATED)
     for op, name in every_op().items():
         row = ACTIVATIONS[name]

@@ -12,7 +12,6 @@ from sm90_launches import sm90_on_cpu
 import fusible as fz
 from fusible.fuser.context import OperationContext
 from fusible.kernels import moe
-from fusible.kernels.moe import definitions
 from fusible.testing import assume_target
 
 TOKENS, BF16 = 60, torch.bfloat16
@@ -40,8 +39,9 @@ def unwritten(monkeypatch):
             counts.append(int(tail.sum()))
         return out, moved
 
-    def permuted(*given, zero_tail=True):
-        return definitions.permute_rows(*given, zero_tail=zero_tail, copy=poisoned)
+    def permuted(x, weights, ids, groups, capacity, rows, scale, zero_tail=True):
+        row_map, *others = moe.permutation(ids, groups, capacity)
+        return *poisoned(x, row_map, weights, rows, scale, zero_tail), row_map, *others
 
     monkeypatch.setattr(moe, "scatter_rows", poisoned)
     monkeypatch.setattr(moe, "permute_rows", permuted)

@@ -24,7 +24,7 @@ from fusible.kernels import grouped, moe
 from fusible.kernels.dense import activation_bias_backward, rms_norm_backward
 from fusible.kernels.grouped import Glu
 from fusible.kernels.moe import cuda as moe_kernels
-from fusible.kernels.moe.peers import PeerRows
+from fusible.kernels.moe.cuda import PeerRows
 from fusible.kernels.quantize.glu_backward import quantize_glu_backward
 from fusible.kernels.quantize.k_major import quantize_k_major, transposed
 from fusible.kernels.runtime.gpu import has_cutlass

@@ -13,7 +13,7 @@ from fusible import formulas
 from fusible.kernels import grouped, moe
 from fusible.kernels.moe import cuda as kernels
 from fusible.kernels.moe import definitions
-from fusible.kernels.moe.peers import PeerRows
+from fusible.kernels.moe.cuda import PeerRows
 from fusible.kernels.moe.spec import FUSED_ROUTER_TOKENS, SortSpec
 from fusible.kernels.sm90.grouped_products import WeightProducts
 from fusible.recipes import Float8BlockScaling
@@ -153,7 +153,7 @@ def test_rows_of_few_tokens(kind, groups):
             rows = ids.numel() if capacity is None else min(ids.numel(), groups * capacity)
             for scale in (False, True):
                 args = (x, probs, ids, groups, capacity, rows, scale)
-                want = definitions.permute_rows(*args)
+                want = moe.permute_rows(*args)
                 on_gpu = cuda(*args)
                 assert kernels.permutes_rows(*on_gpu[:4], rows)
                 same(moe.permute_rows(*on_gpu), want)
@@ -181,7 +181,7 @@ def test_quantized_rows(kind, fmt):
             rows = ids.numel() if capacity is None else min(ids.numel(), groups * capacity)
             args = (x, probs, ids, groups, capacity, rows, fmt)
             data, scale, *others = moe.permute_rows_quantized(*cuda(*args))
-            want, want_scale, *others_want = definitions.permute_rows_quantized(*args)
+            want, want_scale, *others_want = moe.permute_rows_quantized(*args)
             bits = data.view(torch.uint8), scale.view(torch.int32)
             same(bits, (want.view(torch.uint8), want_scale.view(torch.int32)))
             same(others, others_want)
@@ -195,7 +195,7 @@ def test_what_one_launch_does_not_take_is_served(case):
     ids = ids.short() if case == "ids" else ids
     args = torch.randn(tokens, 16), torch.rand(tokens, 2), ids, groups, None, rows, True
     assert kernels.permute_rows(*cuda(*args)) is NotImplemented
-    same(moe.permute_rows(*cuda(*args)), definitions.permute_rows(*args))
+    same(moe.permute_rows(*cuda(*args)), moe.permute_rows(*args))
 
 
 def test_ids_of_few_tokens_beyond_32_bits():
@@ -203,7 +203,7 @@ def test_ids_of_few_tokens_beyond_32_bits():
     ids[::2] += 2**32
     ids[::3] -= 2**33
     args = torch.randn(50, 16), torch.rand(50, 4), ids, 6, None, 200, False
-    same(moe.permute_rows(*cuda(*args)), definitions.permute_rows(*args))
+    same(moe.permute_rows(*cuda(*args)), moe.permute_rows(*args))
 
 
 @on_poison

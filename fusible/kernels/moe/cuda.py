@@ -6,15 +6,14 @@ definitions run, with the same bits except in dot products, logits and scores.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import NotImplementedType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fusible.formulas import math_dtype
-from fusible.kernels.moe.peers import PeerRows
 from fusible.kernels.moe.spec import (
     BYTES,
     FEW_TOKENS,
@@ -31,11 +30,42 @@ from fusible.kernels.runtime.launch import TENSOR_TYPES, aligned, launch
 from fusible.kernels.runtime.workspaces import zeroed_counter
 from fusible.recipes.formats import FP8_BLOCK, NumberFormat, fp8_block
 
+_Outputs = tuple[Any, ...] | NotImplementedType
+
 _CLUSTER = 8  # CTAs: the largest size that every GPU with clusters supports
 _MAX_TOP_K = 32
 _MIN_SM = 80
 _MIN_FP8_SM = 89
 _BLOCK_SCALING = fp8_block().scaling  # of the formats that the kernel quantizes to
+
+
+class PeerRows(NamedTuple):
+    """Rows ``[processes * n, features]`` in order of rank, ``[n, features]`` in each memory."""
+
+    parts: Sequence[Tensor]
+    """The rows in each process's memory."""
+    table: int
+    """Device address of the table of addresses at which these memories begin; 0: there is none."""
+    offset: int
+    """Bytes from where a memory begins to its rows."""
+    rank: int
+    """The rank of this process."""
+    end: Callable[[], None]
+    """To be called when the last read of them is enqueued."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the rows."""
+        return self.parts[0].dtype
+
+    def copied(self) -> Tensor:
+        """All rows in memory of this process's own."""
+        return torch.cat(list(self.parts))
+
+    def copy_(self, rows: Tensor) -> None:
+        """Write all rows."""
+        for part, own in zip(self.parts, rows.tensor_split(len(self.parts)), strict=True):
+            part.copy_(own)
 
 
 def supports_row_copies(t: Tensor, row_map: Tensor, *others: Tensor | None) -> bool:
@@ -57,9 +87,7 @@ def supports_row_copies(t: Tensor, row_map: Tensor, *others: Tensor | None) -> b
     )
 
 
-def permutation_outputs(
-    ids: Tensor, num_groups: int, capacity: int | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def permutation_outputs(ids: Tensor, num_groups: int, *_: Any) -> tuple[Tensor, ...]:
     """The outputs of `permutation`, not written."""
     return (
         ids.new_empty(ids.shape, dtype=torch.int32),
@@ -68,20 +96,22 @@ def permutation_outputs(
     )
 
 
-def permutation(
-    ids: Tensor, num_groups: int, capacity: int | None
-) -> tuple[Tensor, Tensor, Tensor] | NotImplementedType:
+def permutation(ids: Tensor, num_groups: int, capacity: int | None) -> _Outputs:
     """`definitions.permutation`."""
     ctas = _CLUSTER if capability(ids.device)[0] in (9, 10) else 1
     choices, spec = ids.numel(), SortSpec(num_groups, ids.dtype == torch.int64, ctas)
     fits = ids.dtype in (torch.int64, torch.int32) and num_groups <= MAX_GROUPS
     if not (fits and 0 < choices <= spec.most_choices and runs_kernels(ids.device, _MIN_SM)):
         return NotImplemented
-    outputs = permutation_outputs(ids, num_groups, capacity)
-    most = choices if capacity is None else min(capacity, choices)
-    arguments = ids.contiguous(), *outputs, choices, most
-    launch("moe.placement.permutation", (spec,), ids.device, *arguments)
+    outputs = permutation_outputs(ids, num_groups)
+    sizes = choices, _most_rows(choices, capacity)
+    launch("moe.placement.permutation", (spec,), ids.device, ids.contiguous(), *outputs, *sizes)
     return outputs
+
+
+def _most_rows(choices: int, capacity: int | None) -> int:
+    """The most rows of a group."""
+    return choices if capacity is None else min(capacity, choices)
 
 
 def rows_spec(t: Tensor, row_map: Tensor, weights: Tensor | None, **options: Any) -> RowsSpec:
@@ -92,14 +122,12 @@ def rows_spec(t: Tensor, row_map: Tensor, weights: Tensor | None, **options: Any
     return RowsSpec(PTX_NAMES[t.dtype], vectors, row_map.shape[1], kind, dtype, **options)  # type: ignore[arg-type]
 
 
-def sources_outputs(row_map: Tensor, weights: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+def sources_outputs(row_map: Tensor, weights: Tensor, rows: int) -> tuple[Tensor, ...]:
     """The outputs of `row_sources`, not written."""
     return row_map.new_empty(rows), weights.new_empty(rows)
 
 
-def row_sources(
-    row_map: Tensor, weights: Tensor, rows: int
-) -> tuple[Tensor, Tensor] | NotImplementedType:
+def row_sources(row_map: Tensor, weights: Tensor, rows: int) -> _Outputs:
     """`definitions.row_sources`."""
     fits = weights.dtype in PTX_NAMES and row_map.numel() < MAX_INDEX
     if not (fits and rows > 0 and runs_kernels(row_map.device, _MIN_SM)):
@@ -107,14 +135,14 @@ def row_sources(
     outputs = sources_outputs(row_map, weights, rows)
     dtype = PTX_NAMES[weights.dtype]
     spec = RowsSpec(dtype, 0, row_map.shape[1], "choice", dtype)
-    arguments = row_map.contiguous(), weights.contiguous(), *outputs, row_map.shape[0], rows
-    launch("moe.rows.sources", (spec,), row_map.device, *arguments)
+    arguments = row_map.contiguous(), weights.contiguous(), *outputs
+    launch("moe.rows.sources", (spec,), row_map.device, *arguments, row_map.shape[0], rows)
     return outputs
 
 
 def scatter_outputs(
-    x: Tensor, row_map: Tensor, weights: Tensor | None, rows: int, scale: bool
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, row_map: Tensor, weights: Tensor | None, rows: int, *_: Any
+) -> tuple[Tensor, ...]:
     """The outputs of `scatter_rows`, not written."""
     moved = x.new_empty(0)
     if weights is not None and weights.dim() == 2:
@@ -130,32 +158,18 @@ def scatter_rows(
     scale: bool,
     *,
     zero_tail: bool = True,
-) -> tuple[Tensor, Tensor] | NotImplementedType:
+) -> _Outputs:
     """`definitions.scatter_rows`, also of tokens in several memories."""
     part, processes = _part(x)
     if rows == 0 or not supports_row_copies(part, row_map, weights):
         return NotImplemented
-    outputs = scatter_outputs(part, row_map, weights, rows, scale)
+    outputs = scatter_outputs(part, row_map, weights, rows)
     spec = rows_spec(part, row_map, weights, scale=scale, processes=processes)
     address, *place = _place(x)
     arguments = address, row_map.contiguous(), _contiguous(weights), *outputs
     sizes = row_map.shape[0], rows, int(zero_tail)
     launch("moe.rows.scatter", (spec,), part.device, *arguments, *sizes, *place)
     return outputs
-
-
-def permute_outputs(
-    x: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    num_groups: int,
-    capacity: int | None,
-    rows: int,
-    scale: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The outputs of `permute_rows`, not written."""
-    sort = permutation_outputs(ids, num_groups, capacity)
-    return x.new_empty(rows, x.shape[1]), weights.new_empty(rows), *sort
 
 
 def permutes_rows(x: Tensor, weights: Tensor, ids: Tensor, num_groups: int, rows: int) -> bool:
@@ -179,77 +193,38 @@ def permute_rows(
     scale: bool,
     *,
     zero_tail: bool = True,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | NotImplementedType:
-    """`definitions.permute_rows`, for few tokens."""
+    fmt: NumberFormat | None = None,
+) -> _Outputs:
+    """The op `permute_rows`, for few tokens; with ``fmt`` `permute_rows_quantized`."""
     if not permutes_rows(x, weights, ids, num_groups, rows):
         return NotImplemented
-    out, *others = outputs = permute_outputs(x, weights, ids, num_groups, capacity, rows, scale)
-    spec = PermuteSpec(
-        rows_spec(x, ids, weights, scale=scale), num_groups, ids.dtype == torch.int64
-    )
-    _launch_permute(spec, x, weights, ids, capacity, rows, (out, None, *others), zero_tail)
-    return outputs
-
-
-def _launch_permute(
-    spec: PermuteSpec,
-    x: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    capacity: int | None,
-    rows: int,
-    outputs: Sequence[Tensor | None],
-    zero_tail: bool,
-) -> None:
-    choices = ids.numel()
-    most = choices if capacity is None else min(capacity, choices)
-    arguments = aligned(x), weights.contiguous(), ids.contiguous(), *outputs
-    counts = ids.shape[0], rows, most, int(zero_tail)
-    launch("moe.permuted_rows.permute_rows", (spec,), x.device, *arguments, *counts)
-
-
-def permute_rows_quantized_outputs(
-    x: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    num_groups: int,
-    capacity: int | None,
-    rows: int,
-    fmt: NumberFormat,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The outputs of `permute_rows_quantized`, not written."""
-    blocks = -(-x.shape[1] // FP8_BLOCK)
-    return (
-        x.new_empty(rows, x.shape[1], dtype=fmt.element.dtype),
-        x.new_empty(blocks, rows, dtype=torch.float32),
-        weights.new_empty(rows),
-        *permutation_outputs(ids, num_groups, capacity),
-    )
+    features, dtype = x.shape[1], fmt.element.dtype if fmt else x.dtype
+    data, moved = x.new_empty(rows, features, dtype=dtype), weights.new_empty(rows)
+    others = moved, *permutation_outputs(ids, num_groups)
+    scale_of_data = None
+    if fmt:
+        scale_of_data = x.new_empty(-(-features // FP8_BLOCK), rows, dtype=torch.float32)
+    of_rows = rows_spec(x, ids, weights, scale=scale)
+    spec = PermuteSpec(of_rows, num_groups, ids.dtype == torch.int64, fmt)
+    arguments = aligned(x), weights.contiguous(), ids.contiguous(), data, scale_of_data, *others
+    sizes = ids.shape[0], rows, _most_rows(ids.numel(), capacity), int(zero_tail)
+    launch("moe.permuted_rows.permute_rows", (spec,), x.device, *arguments, *sizes)
+    return (data, scale_of_data, *others) if fmt else (data, *others)
 
 
 def permute_rows_quantized(
-    x: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    num_groups: int,
-    capacity: int | None,
-    rows: int,
-    fmt: NumberFormat,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor] | NotImplementedType:
-    """`definitions.permute_rows_quantized`, for few tokens."""
-    fits = x.dtype == torch.bfloat16 and permutes_rows(x, weights, ids, num_groups, rows)
-    fits = fits and runs_kernels(x.device, _MIN_FP8_SM)
-    if not (fits and fmt.scaling == _BLOCK_SCALING):
+    x: Tensor, weights: Tensor, ids: Tensor, num_groups: int, capacity: Any, rows: int, fmt: Any
+) -> _Outputs:
+    """The op `permute_rows_quantized`, for few tokens."""
+    fits = x.dtype == torch.bfloat16 and fmt.scaling == _BLOCK_SCALING
+    if not (fits and runs_kernels(x.device, _MIN_FP8_SM)):
         return NotImplemented
-    outputs = permute_rows_quantized_outputs(x, weights, ids, num_groups, capacity, rows, fmt)
-    spec = PermuteSpec(rows_spec(x, ids, weights), num_groups, ids.dtype == torch.int64, fmt)
-    _launch_permute(spec, x, weights, ids, capacity, rows, outputs, zero_tail=True)
-    return outputs
+    return permute_rows(x, weights, ids, num_groups, capacity, rows, False, fmt=fmt)
 
 
 def gather_outputs(
     rows: Tensor, row_map: Tensor, weights: Tensor | None, values: Tensor | None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """The outputs of `gather_sum`, not written."""
     sums = rows.new_empty(row_map.shape[0], rows.shape[1])
     return sums, _picked_output(rows, row_map, values)
@@ -267,7 +242,7 @@ def gather_sum(
     out: PeerRows | None = None,
     *,
     reads_ahead: bool = False,
-) -> tuple[Tensor | PeerRows, Tensor] | NotImplementedType:
+) -> _Outputs:
     """`definitions.gather_sum`, also into ``out``, rows in several memories."""
     if not supports_row_copies(rows, row_map, weights, values):
         return NotImplemented
@@ -329,25 +304,18 @@ def _supports_router(
     return fits and 0 < tokens * max(experts, 32) < MAX_INDEX and runs_kernels(device, _MIN_SM)
 
 
-def _supports_logits(logits: Tensor, top_k: int, groups: int = 1) -> bool:
-    """The same of given logits."""
-    sizes = *logits.shape, logits.device, top_k, groups
-    return logits.dtype == torch.float32 and _supports_router(*sizes)
-
-
-def route_outputs(logits: Tensor, expert_bias: Any, top_k: int, *_: Any) -> tuple[Tensor, Tensor]:
+def route_outputs(logits: Tensor, expert_bias: Any, top_k: int, *_: Any) -> tuple[Tensor, ...]:
     """The outputs of `route`, not written."""
     shape = logits.shape[0], top_k
     return logits.new_empty(shape), logits.new_empty(shape, dtype=torch.int64)
 
 
-def route(
-    logits: Tensor, expert_bias: Tensor | None, top_k: int, *options: Any
-) -> tuple[Tensor, Tensor] | NotImplementedType:
+def route(logits: Tensor, expert_bias: Tensor | None, top_k: int, *options: Any) -> _Outputs:
     """`definitions.route`."""
-    if not _supports_logits(logits, top_k, options[-1][0]):
-        return NotImplemented
     tokens, experts = logits.shape
+    fits = logits.dtype == torch.float32
+    if not (fits and _supports_router(tokens, experts, logits.device, top_k, options[-1][0])):
+        return NotImplemented
     outputs = route_outputs(logits, expert_bias, top_k)
     spec = _route_spec(experts, top_k, options, expert_bias is not None)
     arguments = logits.contiguous(), _float(expert_bias), *outputs, tokens
@@ -359,19 +327,12 @@ def _float(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else bias.float().contiguous()
 
 
-def _route_spec(experts: int, top_k: int, options: Sequence[Any], biased: bool) -> RouteSpec:
-    score_function, normalize, scaling_factor, groups = options
+def _route_spec(
+    experts: int, top_k: int, options: Sequence[Any], biased: bool = False
+) -> RouteSpec:
+    score_function, normalize, scaling_factor, *groups = options
     choice = top_k, score_function == "sigmoid", normalize, scaling_factor
-    return RouteSpec(experts, *choice, biased, tuple(groups))
-
-
-def route_tokens_outputs(
-    x: Tensor, weight: Tensor, bias: Any, expert_bias: Any, top_k: int, *_: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The outputs of `route_tokens`, not written."""
-    shape = x.shape[0], weight.shape[0]
-    logits = x.new_empty(shape, dtype=math_dtype(x.dtype))
-    return logits, *route_outputs(logits, None, top_k)
+    return RouteSpec(experts, *choice, biased, *map(tuple, groups))
 
 
 def route_tokens(
@@ -381,8 +342,8 @@ def route_tokens(
     expert_bias: Tensor | None,
     top_k: int,
     *options: Any,
-) -> tuple[Tensor, Tensor, Tensor] | NotImplementedType:
-    """`definitions.route_tokens`, for few tokens."""
+) -> _Outputs:
+    """The op `route_tokens`, for few tokens."""
     if x.shape[0] > FUSED_ROUTER_TOKENS:
         return NotImplemented
     (tokens, features), experts = x.shape, weight.shape[0]
@@ -395,7 +356,8 @@ def route_tokens(
         fits = fits and type(t) in TENSOR_TYPES and t.device == x.device
     if not (fits and _supports_router(tokens, experts, x.device, top_k, options[-1][0])):
         return NotImplemented
-    outputs = route_tokens_outputs(x, weight, bias, expert_bias, top_k)
+    logits = x.new_empty(tokens, experts, dtype=torch.float32)
+    outputs = logits, *route_outputs(logits, None, top_k)
     inputs = aligned(x), aligned(weight), _contiguous(bias), _float(expert_bias)
     of_bias = "" if bias is None else PTX_NAMES[bias.dtype]
     route_spec = _route_spec(experts, top_k, options, expert_bias is not None)
@@ -410,14 +372,13 @@ def route_backward(
     dprobs: Tensor, logits: Tensor, ids: Tensor, *options: Any
 ) -> Tensor | NotImplementedType:
     """`formulas.router_probs_backward`."""
-    score_function, normalize, scaling_factor = options
-    top_k = ids.shape[1]
-    if not _supports_logits(logits, top_k):
+    (tokens, experts), top_k = logits.shape, ids.shape[1]
+    fits = logits.dtype == torch.float32
+    if not (fits and _supports_router(tokens, experts, logits.device, top_k)):
         return NotImplemented
     dprobs, logits = dprobs.float().contiguous(), logits.contiguous()
     dlogits = torch.empty_like(logits)
-    sigmoid = score_function == "sigmoid"
-    spec = RouteSpec(logits.shape[1], top_k, sigmoid, normalize, scaling_factor)
-    arguments = dprobs, logits, ids.contiguous(), dlogits, logits.shape[0]
+    spec = _route_spec(experts, top_k, options)
+    arguments = dprobs, logits, ids.contiguous(), dlogits, tokens
     launch("moe.router.route_backward", (spec,), logits.device, *arguments)
     return dlogits

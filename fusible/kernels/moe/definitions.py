@@ -13,7 +13,7 @@ of the choices, and every element is written by one thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +21,6 @@ from torch import Tensor
 
 from fusible import formulas
 from fusible.formulas import cast, math_dtype
-from fusible.kernels.quantize.k_major import RowsToQuantize, quantize_pieces
-from fusible.recipes.formats import NumberFormat
 
 
 def permutation(
@@ -91,58 +89,6 @@ def scatter_rows(
         wide = math_dtype(x.dtype)
         out = cast(out.to(wide) * by_row.to(wide)[:, None], x.dtype)
     return torch.where(live[:, None], out, 0), moved
-
-
-def permute_rows(
-    x: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    num_groups: int,
-    capacity: int | None,
-    rows: int,
-    scale: bool,
-    *,
-    zero_tail: bool = True,
-    sort: Callable[..., tuple[Tensor, Tensor, Tensor]] = permutation,
-    copy: Callable[..., tuple[Tensor, Tensor]] = scatter_rows,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`permutation` of ids ``[T, k]``, and `scatter_rows` by it, of weights ``[T, k]``.
-
-    The results of `scatter_rows`, then those of `permutation`.
-    """
-    row_map, sizes, ends = sort(ids, num_groups, capacity)
-    out, moved = copy(x, row_map, weights, rows, scale, zero_tail=zero_tail)
-    return out, moved, row_map, sizes, ends
-
-
-def permute_rows_quantized(
-    x: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    num_groups: int,
-    capacity: int | None,
-    rows: int,
-    fmt: NumberFormat,
-    *,
-    sort: Callable[..., tuple[Tensor, Tensor, Tensor]] = permutation,
-    sources: Callable[..., tuple[Tensor, Tensor]] = row_sources,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`permutation` of ids ``[T, k]``, and the tokens as rows by it, quantized.
-
-    ``x`` is ``[T, H]``, weights ``[T, k]``, ``fmt`` of 1x128 blocks with FP32 scales. Gives
-    elements ``[rows, H]`` and scales ``[ceil(H / 128), rows]``, those of zeros in the tail, weights
-    ``[rows]``, zero in the tail, then the results of `permutation`. Raises ValueError for another
-    format, and what `quantize_k_major` raises.
-    """
-    if not fmt.directional:
-        raise ValueError(
-            f"fmt of rows that are quantized must be of 1x128 blocks, got {fmt.name}; use "
-            "permute_rows and quantize_k_major"
-        )
-    row_map, sizes, ends = sort(ids, num_groups, capacity)
-    index, moved = sources(row_map, weights, rows)
-    data, scale, *_ = quantize_pieces(RowsToQuantize(x, ends, index), fmt, True, False)
-    return data, scale, moved, row_map, sizes, ends
 
 
 def gather_sum(
@@ -222,26 +168,3 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         y = torch.mm(x, weight.t(), out_dtype=wide)
         return y if bias is None else y + bias.to(wide)
     return F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
-
-
-def route_tokens(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    expert_bias: Tensor | None,
-    top_k: int,
-    score_function: str,
-    normalize: bool,
-    scaling_factor: float,
-    groups: Sequence[int],
-    *,
-    choose: Callable[..., tuple[Tensor, Tensor]] = route,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The logits ``[T, E]`` of tokens ``x`` ``[T, H]``, and what `route` chooses by them.
-
-    ``weight`` is ``[E, H]``, ``bias`` ``[E]``; logits are accumulated and kept in FP32 (FP64).
-    ``choose`` is an implementation of `route`.
-    """
-    logits = router_logits(x, weight, bias)
-    choice = top_k, score_function, normalize, scaling_factor, groups
-    return logits, *choose(logits, expert_bias, *choice)

@@ -101,7 +101,7 @@ class SortSpec(NamedTuple):
 
 
 class PermuteSpec(NamedTuple):
-    """A sort by group and the copy of the rows, as ``definitions.permute_rows``, of few tokens."""
+    """A sort by group and the copy of the rows, as ``permute_rows``, of few tokens."""
 
     rows: RowsSpec
     groups: int

@@ -8,6 +8,7 @@ it ends. How many rows are copied is read on the device.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from types import NotImplementedType
 
 import torch
@@ -22,6 +23,7 @@ LINE, UNIT = 128, 16
 
 _MIN_SM = 80
 _BLOCKS = 8  # thread blocks for each multiprocessor
+_UNITS_OF_BLOCK = 4 * 256
 
 
 def supports_copy(t: Tensor) -> bool:
@@ -77,12 +79,7 @@ def save_rows(out: Tensor, rows: Tensor, ends: Tensor, copy: int, copies: int) -
 
 
 def restore_rows(
-    memory: Tensor,
-    ends: Tensor,
-    copy: int,
-    copies: int,
-    shape: Sequence[int],
-    dtype: torch.dtype,
+    memory: Tensor, ends: Tensor, copy: int, copies: int, shape: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
     """The rows that `save_rows` copied, ``[M, F]``, with zeros behind the last group.
 
@@ -97,49 +94,33 @@ def restore_rows(
     return restored
 
 
-def _launch(name: str, memory: Tensor, rows: Tensor, ends: Tensor, copy: int, copies: int) -> None:
+def _launch(
+    name: str, memory: Tensor, rows: Tensor, ends: Tensor, copy: int, copies: int
+) -> NotImplementedType | None:
+    """Launch a kernel if it supports the arguments: ``save`` rows, or ``restore`` into them."""
+    fits = memory.data_ptr() % UNIT == rows.data_ptr() % UNIT == 0
+    fits = fits and ends.dtype == torch.int32 and ends.is_contiguous()
+    if not (fits and runs_kernels(memory.device, _MIN_SM)):
+        return NotImplemented
     header = header_size(copies)
     row_units = rows.shape[1] * rows.element_size() // UNIT
-    per_block = 4 * 256 * UNIT
-    blocks = min(
-        _BLOCKS * multiprocessors(rows.device),
-        -(-rows.numel() * rows.element_size() // per_block),
-    )
+    most_blocks = _BLOCKS * multiprocessors(rows.device)
+    blocks = min(most_blocks, -(-rows.shape[0] * row_units // _UNITS_OF_BLOCK))
     lines = (memory.numel() - header) // LINE - 1
     sizes = rows.shape[0], row_units, ends.shape[0], copy, header, lines, blocks
     launch(f"saved_rows.copy.{name}", (), rows.device, memory, rows, ends, *sizes)
-
-
-def _fits(t: Tensor, *others: Tensor) -> bool:
-    aligned = all([other.data_ptr() % UNIT == 0 for other in (t, *others)])
-    return aligned and runs_kernels(t.device, _MIN_SM)
-
-
-def _save_on_cuda(
-    out: Tensor, rows: Tensor, ends: Tensor, copy: int, copies: int
-) -> NotImplementedType | None:
-    if not (_fits(out, rows) and ends.dtype == torch.int32 and ends.is_contiguous()):
-        return NotImplemented
-    _launch("save", out, rows, ends, copy, copies)
     return None
 
 
 def _restore_on_cuda(
-    memory: Tensor,
-    ends: Tensor,
-    copy: int,
-    copies: int,
-    shape: Sequence[int],
-    dtype: torch.dtype,
+    memory: Tensor, ends: Tensor, copy: int, copies: int, shape: Sequence[int], dtype: torch.dtype
 ) -> Tensor | NotImplementedType:
-    if not (_fits(memory) and ends.dtype == torch.int32 and ends.is_contiguous()):
-        return NotImplemented
     restored = memory.new_empty(tuple(shape), dtype=dtype)
-    _launch("restore", memory, restored, ends, copy, copies)
-    return restored
+    unsupported = _launch("restore", memory, restored, ends, copy, copies)
+    return restored if unsupported is None else unsupported
 
 
-save = define(save_rows, None, [_save_on_cuda])
+save = define(save_rows, None, [partial(_launch, "save")])
 restore = define(
     restore_rows,
     lambda memory, ends, copy, copies, shape, dtype: memory.new_empty(tuple(shape), dtype=dtype),

@@ -143,7 +143,7 @@ def permute_rows(
     stream,
     spec: cutlass.Constexpr,
 ):
-    """Launch: addresses of contiguous tensors, as ``definitions.permute_rows`` names them.
+    """Launch: addresses of contiguous tensors, as ``moe.permute_rows`` names them.
 
     ``scales`` are those of the rows if these are quantized.
     """

@@ -337,7 +337,7 @@ def route_tokens(
     stream,
     spec: cutlass.Constexpr,
 ):
-    """Launch: addresses of contiguous tensors, as in ``definitions.route_tokens``."""
+    """Launch: addresses of contiguous tensors, as in ``moe.route_tokens``."""
     _route_tokens(
         x, weight, bias, expert_bias, logits, probs, ids, counter, tokens, spec
     ).launch(
