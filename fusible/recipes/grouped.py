@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fusible.calls import is_traced
+from fusible.recipes.blocks import check_per_group
 from fusible.recipes.formats import NumberFormat
 from fusible.recipes.quantizer import Quantizer
 from fusible.recipes.sharding import per_matrix
@@ -111,7 +112,14 @@ def _sizes_of(x: Tensor, num_groups: int, first_dims: Tensor | None) -> dict[str
             )
         rows = x.shape[0] // num_groups
         first_dims = torch.full((num_groups,), rows, dtype=torch.int64, device=x.device)
-    _check_first_dims(first_dims, num_groups, x)
+    check_per_group("first_dims", first_dims, x.device, num_groups)
+    if x.is_cpu and not is_traced():  # elsewhere the host would have to wait
+        rows_of_groups = first_dims.tolist()
+        if min(rows_of_groups, default=0) < 0 or sum(rows_of_groups) > x.shape[0]:
+            raise ValueError(
+                f"first_dims must not be negative, and sum to at most the {x.shape[0]} rows, got "
+                f"{rows_of_groups}"
+            )
     ends = first_dims.to(torch.int64).cumsum(0)
     offsets = functional.pad(ends * x.shape[1], (1, 0))
     return dict(zip(_SIZES, (first_dims, offsets, ends), strict=True))
@@ -178,24 +186,3 @@ def group_dequantize(g: GroupedTensor, dtype: torch.dtype | None = None) -> Grou
     values = g.dequantize(dtype)
     pieces = {name: piece for name, piece in g.pieces().items() if name in _SIZES}
     return GroupedTensor(pieces | {"rowwise_data": values}, None, g.shape, values.dtype, g.uniform)
-
-
-def _check_first_dims(first_dims: Tensor, num_groups: int, x: Tensor) -> None:
-    device = x.device
-    problems = {
-        f"int32 or int64, got {first_dims.dtype}": first_dims.dtype in (torch.int32, torch.int64),
-        f"of shape ({num_groups},), got {tuple(first_dims.shape)}": (
-            tuple(first_dims.shape) == (num_groups,)
-        ),
-        f"on {device}, where the rows are, got {first_dims.device}": first_dims.device == device,
-    }
-    wrong = [sentence for sentence, holds in problems.items() if not holds]
-    if wrong:
-        raise ValueError(f"first_dims must be {' and '.join(wrong)}")
-    if device.type == "cpu" and not is_traced():  # elsewhere the host would have to wait
-        sizes = first_dims.tolist()
-        if min(sizes, default=0) < 0 or sum(sizes) > x.shape[0]:
-            raise ValueError(
-                f"first_dims must not be negative, and sum to at most the {x.shape[0]} rows, got "
-                f"{sizes}"
-            )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fusible.recipes import hadamard, philox
-from fusible.recipes.blocks import blocks_of, with_zero_tail
+from fusible.recipes.blocks import blocks_of, check_per_group, with_zero_tail
 from fusible.recipes.encoding import (
     DECODERS,
     ENCODERS,
@@ -140,15 +140,7 @@ def check_group_ends(x: Tensor, fmt: NumberFormat, ends: Tensor | None) -> None:
             f"blocks of {along}x{along} hold weights and cannot be grouped by rows; "
             f"use blocks of 1x{along} or quantize every matrix by itself"
         )
-    if ends.ndim != 1 or ends.shape[0] < 1 or ends.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            "ends must be int32 or int64 of shape (groups,) with at least one group, "
-            f"got {ends.dtype} of shape {tuple(ends.shape)}"
-        )
-    if ends.device != x.device:
-        raise ValueError(
-            f"ends must be on {x.device}, where the rows are, got {ends.device}; move them"
-        )
+    check_per_group("ends", ends, x.device)
 
 
 def check_key(x: Tensor, fmt: NumberFormat, key: Tensor | None) -> None:
