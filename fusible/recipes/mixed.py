@@ -170,10 +170,10 @@ class ByOp(Recipe):
         return ByOp, *[(key, recipe and recipe.as_constants()) for key, recipe in self.recipes]
 
     @classmethod
-    def of_constants(cls, values: list[Any]) -> Recipe:
+    def of_constants(cls, values: tuple[Any, ...]) -> Recipe:
         """Undo `as_constants`."""
         if not isinstance(values[0], int):
-            return ByOp({key: recipe and Recipe.from_constants(recipe) for key, recipe in values})
+            return ByOp({key: Recipe.from_constants(recipe) for key, recipe in values})
         made = ByOp.__new__(ByOp)
         given = {its: given for given, its in _NUMBERS.copy().items()}.get(values[0])
         if given is None:
