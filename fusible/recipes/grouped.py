@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fusible.calls import is_traced
-from fusible.recipes.blocks import check_per_group
+from fusible.recipes.blocks import check_per_group, group_starts
 from fusible.recipes.formats import NumberFormat
 from fusible.recipes.quantizer import Quantizer
 from fusible.recipes.sharding import per_matrix
@@ -20,31 +20,32 @@ from fusible.recipes.tensor import QuantizedTensor
 from fusible.recipes.tensor_dispatch import DispatchedTensor, implicit_values
 from fusible.recipes.wrapper import PIECES, WrapperTensor, quantized_pieces
 
-_SIZES = ("first_dims", "tensor_offsets", "ends")
-
 
 class GroupedTensor(WrapperTensor, DispatchedTensor):
     """``num_tensors`` matrices one after the other: ``[rows, columns]``, quantized or not.
 
-    ``first_dims`` (int32 or int64 ``[groups]``) has the rows of each, on the tensor's device;
-    ``tensor_offsets`` (int64 ``[groups + 1]``) where each begins, in elements, and ``ends`` (int64
-    ``[groups]``) the cumulative end rows. Rows past the last group belong to none. A tensor that is
-    not quantized (``format`` None) has ``rowwise_data`` only.
+    ``ends`` (int64 ``[groups]``) has their cumulative end rows, on the tensor's device. Rows past
+    the last group belong to none. A tensor that is not quantized (``format`` None) has
+    ``rowwise_data`` only. Of ``uniform`` groups it is known, without reading the device, that all
+    have the same number of rows.
     """
 
-    names = (*_SIZES, *PIECES)
-    sizes = _SIZES
-    flags = ("uniform",)
-    first_dims: Tensor
-    tensor_offsets: Tensor
     ends: Tensor
-    uniform: bool
-    """Whether all groups have the same number of rows, known without reading the device."""
 
     @property
     def num_tensors(self) -> int:
         """The number of groups."""
-        return self.first_dims.shape[0]
+        return self.ends.shape[0]
+
+    @property
+    def first_dims(self) -> Tensor:
+        """The rows of each group, int64 ``[groups]``, on the tensor's device."""
+        return self.ends - group_starts(self.ends)
+
+    @property
+    def tensor_offsets(self) -> Tensor:
+        """Where each group begins, and the last one ends, in elements: int64 ``[groups + 1]``."""
+        return functional.pad(self.ends * self.shape[1], (1, 0))
 
     @property
     def logical_shape(self) -> tuple[int, int]:
@@ -97,11 +98,11 @@ def group(x: Tensor, num_groups: int, first_dims: Tensor | None = None) -> Group
     ``first_dims`` (int32 or int64 ``[num_groups]``, on ``x.device``) are their rows; without it
     they are equal. Shares memory with ``x``.
     """
-    pieces = _sizes_of(x, num_groups, first_dims) | {"rowwise_data": x}
+    pieces = {"rowwise_data": x, "ends": _end_rows(x, num_groups, first_dims)}
     return GroupedTensor(pieces, None, x.shape, x.dtype, first_dims is None)
 
 
-def _sizes_of(x: Tensor, num_groups: int, first_dims: Tensor | None) -> dict[str, Tensor]:
+def _end_rows(x: Tensor, num_groups: int, first_dims: Tensor | None) -> Tensor:
     if x.ndim != 2:
         raise ValueError(f"rows to group must be a 2-D tensor, got shape {tuple(x.shape)}")
     if first_dims is None:
@@ -120,9 +121,7 @@ def _sizes_of(x: Tensor, num_groups: int, first_dims: Tensor | None) -> dict[str
                 f"first_dims must not be negative, and sum to at most the {x.shape[0]} rows, got "
                 f"{rows_of_groups}"
             )
-    ends = first_dims.to(torch.int64).cumsum(0)
-    offsets = functional.pad(ends * x.shape[1], (1, 0))
-    return dict(zip(_SIZES, (first_dims, offsets, ends), strict=True))
+    return first_dims.to(torch.int64).cumsum(0)
 
 
 def group_quantize(
@@ -133,25 +132,20 @@ def group_quantize(
     Groups need no padding: column-wise blocks start anew at each. Raises what
     ``quantization.quantize`` raises, and ValueError for 128x128 blocks.
     """
-    sizes, fmt = _sizes_of(x, num_groups, first_dims), quantizer.format
+    ends, fmt = _end_rows(x, num_groups, first_dims), quantizer.format
     uses = {"rowwise": quantizer.rowwise_usage, "columnwise": quantizer.columnwise_usage}
-    pieces = quantized_pieces(x, fmt, **uses, ends=sizes["ends"])
-    return GroupedTensor(sizes | pieces, fmt, x.shape, x.dtype, first_dims is None)
+    pieces = quantized_pieces(x, fmt, **uses, ends=ends)
+    return GroupedTensor(pieces | {"ends": ends}, fmt, x.shape, x.dtype, first_dims is None)
 
 
 class GroupedQuantizer(Quantizer):
-    """Quantizes each of ``num_groups`` groups of rows separately, for a grouped op."""
+    """Quantizes each of ``num_groups`` groups of rows separately, for a grouped op.
 
-    def __init__(
-        self,
-        format: NumberFormat,
-        num_groups: int,
-        *,
-        rowwise: bool = True,
-        columnwise: bool = True,
-        by_receiver: bool = False,
-    ) -> None:
-        super().__init__(format, rowwise=rowwise, columnwise=columnwise, by_receiver=by_receiver)
+    Further arguments as of `Quantizer`.
+    """
+
+    def __init__(self, format: NumberFormat, num_groups: int, **uses: bool) -> None:
+        super().__init__(format, **uses)
         self.num_groups = num_groups
 
     def __call__(  # type: ignore[override]
@@ -184,5 +178,5 @@ class GroupedQuantizer(Quantizer):
 def group_dequantize(g: GroupedTensor, dtype: torch.dtype | None = None) -> GroupedTensor:
     """Return the grouped tensor of the values of ``g``, not quantized."""
     values = g.dequantize(dtype)
-    pieces = {name: piece for name, piece in g.pieces().items() if name in _SIZES}
-    return GroupedTensor(pieces | {"rowwise_data": values}, None, g.shape, values.dtype, g.uniform)
+    pieces = {"rowwise_data": values, "ends": g.ends}
+    return GroupedTensor(pieces, None, g.shape, values.dtype, g.uniform)

@@ -478,8 +478,8 @@ def _copy_(
     if isinstance(source, WrapperTensor):
         alike = target.holds_alike(source)
         values = None if alike else implicit_values(_aten.copy_.default, source, torch.float32)
-        names = target.pieces() if alike else target.sizes if target.can_group_as(source) else ()
-        for name in names:
+        regrouped = target.ends is not None and target.can_group_as(source)
+        for name in target.pieces() if alike else ("ends",) if regrouped else ():
             overwrite(target, name, getattr(source, name), non_blocking)
         if values is None:
             return target
@@ -562,7 +562,7 @@ def _empty_like(q: WrapperTensor, **options: Any) -> Tensor:
     if device is not None and dtype in HIGH_PRECISION:
         new = {
             name: t.to(device)
-            if name in q.sizes and not t.is_meta
+            if name == "ends" and not t.is_meta
             else torch.empty_like(t, device=device)
             for name, t in q.pieces().items()
         }
