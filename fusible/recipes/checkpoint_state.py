@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from fusible.arguments import described
 from fusible.recipes.formats import NumberFormat
-from fusible.recipes.matrix import as_bytes, shapes_of
+from fusible.recipes.matrix import as_bytes
 from fusible.recipes.quantization import HIGH_PRECISION
 from fusible.recipes.sharding import is_sharded, local, shard, sharded_as
 from fusible.recipes.tensor import QuantizedTensor
-from fusible.recipes.wrapper import PIECES
+from fusible.recipes.wrapper import PIECES, kinds_of_pieces
 
 _KEYS = {
     "rowwise_data": "values",
@@ -110,25 +110,20 @@ def _facts(data: Any) -> tuple[NumberFormat, list[int], torch.dtype]:
 
 def _check(stored: dict[str, Any], fmt: NumberFormat, shape: list[int]) -> None:
     """Raise PiecesError unless the pieces are those of a tensor of this format and shape."""
-    uses = {False: PIECES[:3], True: PIECES[3:]} if fmt.directional else {False: PIECES[:3]}
-    present = {use: names for use, names in uses.items() if any(n in stored for n in names)}
-    missing, wrong, wanted = [], [], set()
-    data = next((t for t in stored.values() if isinstance(t, Tensor)), None)
-    for columnwise, names in (present or {False: PIECES[:3]}).items():
-        dtypes = fmt.element.dtype, fmt.scale_dtype, torch.float32
-        shapes = shapes_of(shape, fmt, columnwise)
-        for name, dtype, size in zip(names, dtypes, shapes, strict=True):
-            if size is None:
-                continue
-            wanted.add(name)
-            saved = torch.uint8 if dtype == torch.float8_e8m0fnu else dtype
-            if name not in stored:
-                missing.append(_KEYS[name])
-            elif not _fits(stored[name], data, (saved, dtype), size):
-                wrong.append(
-                    f"{_KEYS[name]} must be {saved} of shape {size} on the device of the others, "
-                    f"for {fmt.name} of shape {tuple(shape)}, got {described(stored[name])}"
-                )
+    kinds, uses = kinds_of_pieces(fmt, shape), (PIECES[:3], PIECES[3:])
+    used = [names for names in uses if stored.keys() & set(names) & kinds.keys()] or uses[:1]
+    wanted = [name for names in used for name in names if name in kinds]
+    other = next((t for t in stored.values() if isinstance(t, Tensor)), None)
+    wrong = []
+    for name in wanted:
+        dtype, size = kinds[name]
+        saved = torch.uint8 if dtype == torch.float8_e8m0fnu else dtype
+        if name in stored and not _fits(stored[name], other, (saved, dtype), size):
+            wrong.append(
+                f"{_KEYS[name]} must be {saved} of shape {size} on the device of the others, "
+                f"for {fmt.name} of shape {tuple(shape)}, got {described(stored[name])}"
+            )
+    missing = [_KEYS[name] for name in wanted if name not in stored]
     unexpected = [_KEYS[name] for name in stored if name not in wanted]
     if missing or unexpected or wrong:
         raise PiecesError(missing, unexpected, wrong)
@@ -175,16 +170,14 @@ def prepare_load(
     prefix: str,
     local_metadata: Any,
     strict: bool,
-    missing: list[str],
-    unexpected: list[str],
-    errors: list[str],
+    *errors: list[str],
 ) -> None:
     """Convert entries of a state dict to what ``module``'s own parameters load.
 
     Pieces become quantized tensors, full tensors are sharded as the parameter is, and with
     ``assign=True`` a value for a quantized parameter is quantized here.
     """
-    load_pieces(module, state, prefix, missing, unexpected, errors)
+    load_pieces(module, state, prefix, *errors)
     for name, parameter in module.named_parameters(recurse=False):
         value = state.get(prefix + name)
         if not isinstance(value, Tensor):

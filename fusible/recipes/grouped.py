@@ -15,7 +15,6 @@ from fusible.calls import is_traced
 from fusible.recipes.blocks import check_per_group, group_starts
 from fusible.recipes.formats import NumberFormat
 from fusible.recipes.quantizer import Quantizer
-from fusible.recipes.sharding import per_matrix
 from fusible.recipes.tensor import QuantizedTensor
 from fusible.recipes.tensor_dispatch import DispatchedTensor, implicit_values
 from fusible.recipes.wrapper import PIECES, WrapperTensor, quantized_pieces
@@ -71,8 +70,10 @@ class GroupedTensor(WrapperTensor, DispatchedTensor):
         if self.format is None:
             assert self.rowwise_data is not None
             return self.rowwise_data.narrow(0, *rows)
-        spans = {"columnwise_scale_inv": blocks}
-        spans |= dict.fromkeys(per_matrix(self.format), (group, 1))
+        spans = dict.fromkeys(("tensor_scale", "columnwise_tensor_scale"), (group, 1))
+        spans["columnwise_scale_inv"] = blocks
+        if self.format.block is None:
+            spans["scale_inv"] = group, 1
         views = {
             name: piece.narrow(0, *spans.get(name, rows))
             for name, piece in self.pieces().items()

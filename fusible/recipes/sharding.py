@@ -15,7 +15,8 @@ from torch import Tensor
 
 from fusible.calls import depend_on_values
 from fusible.recipes.formats import NumberFormat
-from fusible.recipes.wrapper import WrapperTensor
+from fusible.recipes.matrix import as_bytes
+from fusible.recipes.wrapper import WrapperTensor, kinds_of_pieces
 
 W = TypeVar("W", bound=WrapperTensor)
 
@@ -34,16 +35,9 @@ def check_rows_kept(q: WrapperTensor) -> None:
         )
 
 
-def rows_per_entry(fmt: NumberFormat) -> dict[str, int]:
-    """Return how many rows of a tensor each row of its pieces holds."""
-    across, along = (1, 1) if fmt.block is None else fmt.block
-    return {"scale_inv": across, "columnwise_scale_inv": along}
-
-
-def per_matrix(fmt: NumberFormat) -> set[str]:
-    """Return the pieces that have one entry for each matrix."""
-    scales = {"tensor_scale", "columnwise_tensor_scale"}
-    return scales | {"scale_inv"} if fmt.block is None else scales
+def has_scale_of_matrix(fmt: NumberFormat) -> bool:
+    """Tell whether all rows of a matrix share a scale."""
+    return fmt.block is None or fmt.has_tensor_scale
 
 
 def _rows_of_pieces(q: WrapperTensor, start: int, stop: int) -> dict[str, tuple[int, int]]:
@@ -53,12 +47,13 @@ def _rows_of_pieces(q: WrapperTensor, start: int, stop: int) -> dict[str, tuple[
     """
     fmt = q.format
     assert fmt is not None  # only a grouped tensor has none
-    per = {name: rows_per_entry(fmt).get(name, 1) for name in q.pieces()}
-    if per_matrix(fmt) & per.keys():
+    if fmt.block is None or has_scale_of_matrix(fmt):
         raise NotStorableError(
             f"a {fmt.name} matrix must not be cut between rows, which share a scale; got "
             f"{q!r}; store all groups as one 3-D weight, which is cut between groups, or use MXFP8"
         )
+    of_scales = dict(zip(("scale_inv", "columnwise_scale_inv"), fmt.block, strict=True))
+    per = {name: of_scales.get(name, 1) for name in q.pieces()}
     whole = math.lcm(*per.values())
     if start % whole or (stop % whole and stop != q.shape[-2]):
         raise NotStorableError(
@@ -134,17 +129,17 @@ def new_zeros(q: WrapperTensor, size: Sequence[int], **options: Any) -> Tensor:
     if dtype != q.dtype or q.dim() < 2 or len(size) != q.dim() or size[-1] != q.shape[-1]:
         return torch.zeros(size, dtype=dtype, device=device)
     check_rows_kept(q)
-    rows = {} if size[-2] == q.shape[-2] else _rows_of_pieces(q, 0, size[-2])
-
-    def zeros(name: str, piece: Tensor) -> Tensor:
-        shape = [*size[:-2], *piece.shape[q.dim() - 2 :]]
-        if name in rows:
-            shape[-2] = rows[name][1]
-        # Bytes, since E8M0 has no zero.
-        count = math.prod(shape) * piece.element_size()
-        return torch.zeros(count, dtype=torch.uint8, device=device).view(piece.dtype).view(shape)
-
-    pieces = {name: zeros(name, piece) for name, piece in q.pieces().items()}
+    fmt = q.format
+    assert fmt is not None  # only a grouped tensor has none
+    if size[-2] != q.shape[-2]:
+        _rows_of_pieces(q, 0, size[-2])  # raises
+    kinds = kinds_of_pieces(fmt, size)
+    pieces = {
+        name: torch.empty(kinds[name][1], dtype=kinds[name][0], device=device)
+        for name in q.pieces()
+    }
+    for piece in pieces.values():
+        as_bytes(piece).zero_()  # E8M0 has no zero
     return q.with_pieces(pieces, size)
 
 

@@ -1,6 +1,7 @@
 """ATen operations on quantized and grouped tensors: those that keep the format, and others.
 
-An operation without special treatment runs on the values in the nominal dtype and returns ordinary
+``detach``, ``clone``, ``copy_``, ``to``, and views and slices of whole blocks keep the format. An
+operation without special treatment runs on the values in the nominal dtype and returns ordinary
 tensors, or views of the values. What it writes to a quantized tensor or to a view is quantized.
 """
 
@@ -24,7 +25,7 @@ from fusible.calls import capturing, depend_on_values, is_traced
 from fusible.recipes import sharding
 from fusible.recipes.matrix import as_bytes
 from fusible.recipes.quantization import HIGH_PRECISION
-from fusible.recipes.wrapper import WrapperTensor, overwrite
+from fusible.recipes.wrapper import WrapperTensor, kinds_of_pieces, overwrite
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -402,13 +403,13 @@ def no_implicit_dequantize() -> Iterator[None]:
 def _forbid_implicit(func: Any, x: WrapperTensor) -> None:
     """Raise in ``no_implicit_dequantize``."""
     if _Implicit.forbidden:
+        kind, instead = "quantized", ".dequantize() first"
+        if x.ends is not None:
+            kind = "grouped"
+            instead = ".dequantize() for all rows or .split_into_quantized_tensors() for the groups"
         # No TypeError, which an operator like @ would turn into "unsupported operand".
         raise NotImplementedError(
-            f"{func} is not defined for grouped tensors; nothing was computed; "
-            "call .dequantize() for all rows or .split_into_quantized_tensors() for the groups"
-            if x.ends is not None
-            else f"{func} is not defined for quantized tensors; nothing was computed; "
-            "call .dequantize() first"
+            f"{func} is not defined for {kind} tensors; nothing was computed; call {instead}"
         )
 
 
@@ -511,22 +512,13 @@ def _view(q: WrapperTensor, size: Sequence[int]) -> WrapperTensor:
             f"a view of a {fmt.name} tensor must keep its {q.shape[-1]} columns and whole "
             f"blocks of {along} rows, got {tuple(shape)} from {tuple(q.shape)}; call .dequantize()"
         )
-    of_matrices = sharding.per_matrix(fmt)
-    if of_matrices & q.pieces().keys() and shape[:-2].numel() != q.shape[:-2].numel():
+    if sharding.has_scale_of_matrix(fmt) and shape[:-2].numel() != q.shape[:-2].numel():
         raise sharding.NotStorableError(
             f"a view of a {fmt.name} tensor must keep its matrices, each has its own scale, "
             f"got {tuple(shape)} from {tuple(q.shape)}; call .dequantize()"
         )
-    per_entry = sharding.rows_per_entry(fmt)
-
-    def regroup(name: str, piece: Tensor) -> Tensor:
-        if name in of_matrices:
-            return piece.view(*shape[:-2], 1)
-        count = piece.shape[-2] if rows == new_rows else new_rows // per_entry.get(name, 1)
-        return piece.view(*shape[:-2], count, piece.shape[-1])
-
-    pieces = {name: regroup(name, piece) for name, piece in q.pieces().items()}
-    return q.with_pieces(pieces, shape)
+    kinds = kinds_of_pieces(fmt, shape)
+    return q.with_pieces({name: t.view(kinds[name][1]) for name, t in q.pieces().items()}, shape)
 
 
 def _change_shape(

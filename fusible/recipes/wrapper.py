@@ -1,8 +1,4 @@
-"""``WrapperTensor``: plain tensors under names that are seen as one tensor.
-
-It says how they are stored and what their values are. `tensor_dispatch` runs the operations on
-them; the classes of users, `QuantizedTensor` and `GroupedTensor`, are made of both.
-"""
+"""How quantized and grouped tensors are stored, and what their values are."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ from torch.nn import functional
 from fusible.calls import capturing
 from fusible.recipes import hadamard
 from fusible.recipes.formats import NumberFormat
-from fusible.recipes.matrix import QuantizedMatrix, as_bytes
+from fusible.recipes.matrix import QuantizedMatrix, as_bytes, shapes_of
 from fusible.recipes.quantize_ops import dequantize_matrix, quantize_matrix
 from fusible.versions import sources_digest
 
@@ -35,7 +31,7 @@ _NAMES = (*PIECES, "ends")
 
 
 class WrapperTensor(torch.Tensor):
-    """Base of quantized and grouped tensors: plain tensors under names, seen as one tensor.
+    """Base of `QuantizedTensor` and `GroupedTensor`: plain tensors under names, seen as one tensor.
 
     ``rowwise_data``, ``scale_inv``, ``columnwise_data`` and ``columnwise_scale_inv`` are laid out
     as in ``QuantizedMatrix`` and None if the use is missing; in a format whose blocks have no
@@ -293,6 +289,17 @@ class WrapperTensor(torch.Tensor):
         fmt, dtype, uniform = meta
         pieces = {name.removesuffix("_bytes"): piece for name, piece in inner.items()}
         return cls(pieces, fmt, outer_size, dtype, uniform)
+
+
+def kinds_of_pieces(
+    fmt: NumberFormat, shape: Sequence[int]
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Return the dtype and the shape of each piece that a tensor of ``shape`` can have."""
+    dtypes = fmt.element.dtype, fmt.scale_dtype, torch.float32
+    uses = (False, True) if fmt.directional else (False,)
+    kinds = [kind for use in uses for kind in zip(dtypes, shapes_of(shape, fmt, use), strict=True)]
+    named = zip(PIECES, kinds, strict=False)
+    return {name: (dtype, size) for name, (dtype, size) in named if size is not None}
 
 
 def quantized_pieces(
