@@ -30,6 +30,7 @@ _KEYS = {
     "columnwise_scale_inv": "columnwise_scale",
     "columnwise_tensor_scale": "columnwise_tensor_scale",
 }
+_SUFFIXES = (*_KEYS.values(), "format")
 _FORMAT = "name", "element", "block", "scale", "amax_epsilon", "hadamard", "stochastic"
 """The arguments of ``NumberFormat.from_constants``."""
 _SCALES = "scale_inv", "columnwise_scale_inv"
@@ -165,12 +166,7 @@ def save_pieces(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) 
 
 
 def prepare_load(
-    module: nn.Module,
-    state: dict[str, Any],
-    prefix: str,
-    local_metadata: Any,
-    strict: bool,
-    *errors: list[str],
+    module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, strict: bool, *errors: Any
 ) -> None:
     """Convert entries of a state dict to what ``module``'s own parameters load.
 
@@ -185,35 +181,29 @@ def prepare_load(
         if is_sharded(parameter) and not is_sharded(value):
             value = shard(value, parameter)
         own, part = local(parameter), local(value)
-        assigned = local_metadata.get("assign_to_params_buffers", False)
+        assigned = metadata.get("assign_to_params_buffers", False)
         if assigned and isinstance(own, QuantizedTensor):
             part = own.stored_alike(part)
             value = sharded_as(value, part) if is_sharded(value) else part
         state[prefix + name] = value
 
 
-def load_pieces(
-    module: nn.Module,
-    state: dict[str, Any],
-    prefix: str,
-    missing: list[str],
-    unexpected: list[str],
-    errors: list[str],
-) -> None:
+def load_pieces(module: nn.Module, state: dict[str, Any], prefix: str, *errors: list[str]) -> None:
     """Put together the quantized tensors of a state dict that belong to ``module`` itself.
 
-    The lists are those of ``nn.Module.load_state_dict``. A parameter whose pieces do not make a
-    tensor keeps its values.
+    ``errors`` are the lists of ``nn.Module.load_state_dict``: missing and unexpected keys, and
+    messages. A parameter whose pieces do not make a tensor keeps its values.
     """
+    missing, unexpected, wrong = errors
     for name in _names_of_pieces(module, state, prefix):
-        keys = {suffix: f"{name}.{suffix}" for suffix in (*_KEYS.values(), "format")}
+        keys = {suffix: f"{name}.{suffix}" for suffix in _SUFFIXES}
         parts = {suffix: state.pop(key) for suffix, key in keys.items() if key in state}
         try:
             made = tensor_from_state(parts)
         except PiecesError as error:
             missing.extend(keys[piece] for piece in error.missing)
             unexpected.extend(keys[piece] for piece in error.unexpected)
-            errors.extend(f"{name}.{sentence}" for sentence in error.wrong)
+            wrong.extend(f"{name}.{sentence}" for sentence in error.wrong)
             if (own := module._parameters.get(name.removeprefix(prefix))) is not None:
                 state[name] = own
         else:
@@ -222,9 +212,8 @@ def load_pieces(
 
 def _names_of_pieces(module: nn.Module, state: dict[str, Any], prefix: str) -> list[str]:
     """The keys, without their suffixes, of pieces that belong to ``module`` itself."""
-    suffixes = {*_KEYS.values(), "format"}
     keys = [key.rpartition(".") for key in state if key.startswith(prefix)]
-    names = dict.fromkeys(name for name, _, suffix in keys if suffix in suffixes)
+    names = dict.fromkeys(name for name, _, suffix in keys if suffix in _SUFFIXES)
     own = [(name, name.removeprefix(prefix)) for name in names if name.startswith(prefix)]
     return [
         name for name, short in own if short and "." not in short and short not in module._modules

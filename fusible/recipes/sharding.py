@@ -175,26 +175,15 @@ def whole(t: Any) -> Tensor:
 
 
 def shard(t: Tensor, like: Any) -> Any:
-    """``t``, which every rank has, sharded as ``like``, or replicated if that has other sizes.
+    """``t``, which every rank has, sharded as ``like``, or replicated if that has other sizes."""
+    from torch.distributed.tensor import Replicate
 
-    Without communication: each rank keeps a copy of its part.
-    """
-    from torch.distributed.tensor import DTensor, Replicate
-
-    mesh = like.device_mesh
-    if t.shape != like.shape:
-        return DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return _sharded(t, mesh, like.placements)
+    mesh, same = like.device_mesh, t.shape == like.shape
+    return shard_over(t, mesh, like.placements if same else [Replicate()] * mesh.ndim)
 
 
-def shard_rows(t: Tensor, mesh: Any) -> Any:
-    """``t``, which every rank has, cut along its first dimension over a one-dimensional mesh."""
-    from torch.distributed.tensor import Shard
-
-    return _sharded(t, mesh, (Shard(0),))
-
-
-def _sharded(t: Tensor, mesh: Any, placements: Sequence[Any]) -> Any:
+def shard_over(t: Tensor, mesh: Any, placements: Sequence[Any]) -> Any:
+    """``t``, which every rank has, sharded over a mesh; each rank keeps a copy of its part."""
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 

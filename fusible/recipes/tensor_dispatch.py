@@ -317,13 +317,7 @@ class ValuesView(DispatchedTensor):
         return ["q", "values"], (self.dtype, self.plain.storage_offset())
 
     @classmethod
-    def __tensor_unflatten__(
-        cls,
-        inner: dict[str, Any],
-        meta: tuple[Any, ...],
-        outer_size: Sequence[int],
-        outer_stride: Sequence[int],
-    ) -> ValuesView:
+    def __tensor_unflatten__(cls, inner: Any, meta: Any, outer_size: Any, outer_stride: Any) -> Any:
         dtype, offset = meta
         plain = inner["values"].view(dtype).as_strided(outer_size, outer_stride, offset)
         return cls(plain, _SharedValues(inner["q"], inner["values"]))

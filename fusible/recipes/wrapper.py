@@ -280,11 +280,7 @@ class WrapperTensor(torch.Tensor):
 
     @classmethod
     def __tensor_unflatten__(
-        cls,
-        inner: dict[str, Tensor],
-        meta: tuple[Any, ...],
-        outer_size: Sequence[int],
-        outer_stride: Sequence[int],
+        cls, inner: Any, meta: Any, outer_size: Any, outer_stride: Any
     ) -> Self:
         fmt, dtype, uniform = meta
         pieces = {name.removesuffix("_bytes"): piece for name, piece in inner.items()}
