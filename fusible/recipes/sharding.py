@@ -24,15 +24,17 @@ W = TypeVar("W", bound=WrapperTensor)
 class NotStorableError(ValueError):
     """A part or a view of a quantized tensor that its format cannot hold: its values are used."""
 
+    def __init__(
+        self, q: WrapperTensor, must: str, got: object, instead: str = "call .dequantize()"
+    ) -> None:
+        super().__init__(f"a part or a view of {q!r} must {must}, got {got}; {instead}")
+
 
 def check_rows_kept(q: WrapperTensor) -> None:
     """Raise NotStorableError unless the rows of the pieces are the rows of the tensor."""
     data = next(iter(q.pieces().values()))
     if data.shape[:-1] != q.shape[:-1]:
-        raise NotStorableError(
-            f"views and parts of a quantized tensor must be taken where its rows are, got {q!r} "
-            f"stored as {tuple(data.shape)}; call .dequantize()"
-        )
+        raise NotStorableError(q, "be taken where its rows are", f"rows of {tuple(data.shape)}")
 
 
 def has_scale_of_matrix(fmt: NumberFormat) -> bool:
@@ -48,18 +50,14 @@ def _rows_of_pieces(q: WrapperTensor, start: int, stop: int) -> dict[str, tuple[
     fmt = q.format
     assert fmt is not None  # only a grouped tensor has none
     if fmt.block is None or has_scale_of_matrix(fmt):
-        raise NotStorableError(
-            f"a {fmt.name} matrix must not be cut between rows, which share a scale; got "
-            f"{q!r}; store all groups as one 3-D weight, which is cut between groups, or use MXFP8"
-        )
+        instead = "store all groups as one 3-D weight, which is cut between groups, or use MXFP8"
+        raise NotStorableError(q, "have all rows, which share a scale", (start, stop), instead)
     of_scales = dict(zip(("scale_inv", "columnwise_scale_inv"), fmt.block, strict=True))
     per = {name: of_scales.get(name, 1) for name in q.pieces()}
     whole = math.lcm(*per.values())
     if start % whole or (stop % whole and stop != q.shape[-2]):
-        raise NotStorableError(
-            f"rows of a {fmt.name} tensor must be cut in whole blocks of {whole}, got "
-            f"{start} to {stop} of {q!r}; use a multiple of {whole} rows for every shard"
-        )
+        instead = f"use a multiple of {whole} rows for every shard"
+        raise NotStorableError(q, f"have whole blocks of {whole} rows", (start, stop), instead)
     return {name: (start // count, -(-stop // count)) for name, count in per.items()}
 
 
@@ -76,10 +74,7 @@ def cut(q: W, dim: int, start: int, stop: int) -> W:
     if (start, stop) == (0, q.shape[dim]):
         return q.map_pieces(lambda t: t)
     if dim == q.dim() - 1:
-        raise NotStorableError(
-            f"a quantized tensor must be cut before its last dimension, got {q!r}; "
-            "call .dequantize()"
-        )
+        raise NotStorableError(q, "have all of its columns", (start, stop))
     check_rows_kept(q)
     if dim < q.dim() - 2:
         spans = dict.fromkeys(q.pieces(), (start, stop))
@@ -106,14 +101,10 @@ def slice_(
 ) -> WrapperTensor:
     """``aten.slice`` with step 1; errors as :func:`cut`."""
     if step != 1:
-        raise NotStorableError(
-            f"a slice of a quantized tensor must have step 1, got {step}; call .dequantize()"
-        )
+        raise NotStorableError(q, "have step 1", step)
     if depend_on_values(start, stop):
-        raise NotStorableError(
-            "a slice of a quantized tensor must be between rows that are known when it is "
-            f"compiled, got {start} to {stop}; call .dequantize()"
-        )
+        known = "be between rows that are known when it is compiled"
+        raise NotStorableError(q, known, (start, stop))
     size = q.shape[dim]
     start, stop = start or 0, size if stop is None else stop
     start, stop = (at + size if at < 0 else at for at in (start, stop))

@@ -502,15 +502,11 @@ def _view(q: WrapperTensor, size: Sequence[int]) -> WrapperTensor:
     along = along if q.columnwise_data is not None else across
     whole = rows == new_rows or (new_rows and rows % along == 0 and new_rows % along == 0)
     if shape[-1] != q.shape[-1] or not whole:
-        raise sharding.NotStorableError(
-            f"a view of a {fmt.name} tensor must keep its {q.shape[-1]} columns and whole "
-            f"blocks of {along} rows, got {tuple(shape)} from {tuple(q.shape)}; call .dequantize()"
-        )
+        must = f"keep its {q.shape[-1]} columns and whole blocks of {along} rows"
+        raise sharding.NotStorableError(q, must, tuple(shape))
     if sharding.has_scale_of_matrix(fmt) and shape[:-2].numel() != q.shape[:-2].numel():
-        raise sharding.NotStorableError(
-            f"a view of a {fmt.name} tensor must keep its matrices, each has its own scale, "
-            f"got {tuple(shape)} from {tuple(q.shape)}; call .dequantize()"
-        )
+        must = "keep its matrices, each has its own scale"
+        raise sharding.NotStorableError(q, must, tuple(shape))
     kinds = kinds_of_pieces(fmt, shape)
     return q.with_pieces({name: t.view(kinds[name][1]) for name, t in q.pieces().items()}, shape)
 
@@ -520,15 +516,15 @@ def _change_shape(
 ) -> WrapperTensor:
     """Run an operation that changes the shape in place, to that of ``shaped``, where blocks stay.
 
-    Raises NotStorableError where they would not.
+    Raises ValueError where they would not.
     """
     q, name = args[0], func.overloadpacket.__name__
     try:
         if q.ends is not None or not shaped.is_contiguous() or shaped.numel() != q.numel():
-            raise sharding.NotStorableError("what is stored would have to move or to change size")
+            raise sharding.NotStorableError(q, "keep its size and the order of its rows", name)
         pieces = _view(q, shaped.shape).pieces()
     except sharding.NotStorableError as error:
-        raise sharding.NotStorableError(
+        raise ValueError(
             f"{name} of a quantized or grouped tensor must keep what is stored, got "
             f"{tuple(shaped.shape)} from {q!r}: {error}; nothing was changed; use an operation "
             "that returns another tensor, such as transpose, reshape or unsqueeze"
