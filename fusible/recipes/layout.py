@@ -41,9 +41,8 @@ def scale_offset(row: Tensor, block: Tensor, blocks: int | Tensor) -> Tensor:
 
 
 def swizzle_scales(scale: Tensor) -> Tensor:
-    """Lay out ``scale`` ``[..., rows, blocks]``, blocks along the reduction, for the MMA.
+    """Lay out ``scale`` ``[..., rows, blocks]``: a contiguous tensor of ``swizzled_shape``.
 
-    Returns a contiguous ``[..., ceil(rows / 128), ceil(blocks / 4), 32, 4, 4]`` of the same dtype;
     ``permute(3, 4, 1, 5, 2, 0)`` of a batched one is the view that cuDNN's kernels take.
     """
     rows, blocks = scale.shape[-2:]

@@ -471,10 +471,10 @@ def _copy_(
 ) -> WrapperTensor:
     """Copy what is stored if both store alike, else quantize the values; the groups' sizes, too."""
     if isinstance(source, WrapperTensor):
-        alike = target.holds_alike(source)
-        values = None if alike else implicit_values(_aten.copy_.default, source, torch.float32)
-        regrouped = target.ends is not None and target.can_group_as(source)
-        for name in target.pieces() if alike else ("ends",) if regrouped else ():
+        names, values = target.held_of(source), None
+        if len(names) < len(target.pieces()):
+            values = implicit_values(_aten.copy_.default, source, torch.float32)
+        for name in names:
             overwrite(target, name, getattr(source, name), non_blocking)
         if values is None:
             return target

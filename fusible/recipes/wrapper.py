@@ -130,7 +130,7 @@ class WrapperTensor(torch.Tensor):
         """Return the values as an ordinary tensor, by default of the nominal dtype.
 
         From the row-wise data if there are any, unless ``columnwise`` says which. Rows past the
-        last group are zero. The gradient passes through unchanged.
+        last group are zero. The gradient passes unchanged.
         """
         dtype = dtype or self.dtype
         if (torch.is_grad_enabled() and self.requires_grad) or forward_ad._current_level >= 0:
@@ -182,21 +182,17 @@ class WrapperTensor(torch.Tensor):
             overwrite(self, name, piece)
         return self
 
-    def can_group_as(self, other: WrapperTensor) -> bool:
-        """Tell whether the ends of the groups of ``other``, if it has any, can be stored here."""
-        own, its = (None if t.ends is None else t.ends.shape for t in (self, other))
-        known = other.uniform or not self.uniform
-        return type(self) is type(other) and self.shape == other.shape and known and own == its
-
-    def holds_alike(self, other: WrapperTensor) -> bool:
-        """Tell whether what ``other`` stores can be stored here as it is."""
-        old, new = self.pieces(), other.pieces()
-        return (
-            self.can_group_as(other)
-            and self.format == other.format
-            and old.keys() <= new.keys()
-            and all(new[name].shape == piece.shape for name, piece in old.items())
-        )
+    def held_of(self, other: WrapperTensor) -> list[str]:
+        """Name the pieces of ``other`` that can be stored here: all, ends of groups, or none."""
+        own, new = self.pieces(), other.pieces()
+        if type(self) is not type(other) or self.shape != other.shape:
+            return []
+        if self.uniform and not other.uniform:
+            return []
+        fit = [name for name in own if name in new and own[name].shape == new[name].shape]
+        if self.format == other.format and len(fit) == len(own):
+            return fit
+        return [name for name in fit if name == "ends"]
 
     def pieces(self) -> dict[str, Tensor]:
         """Return the plain tensors it consists of, by attribute name."""
