@@ -49,10 +49,10 @@ def _rows_of_pieces(q: WrapperTensor, start: int, stop: int) -> dict[str, tuple[
     """
     fmt = q.format
     assert fmt is not None  # only a grouped tensor has none
-    if fmt.block is None or has_scale_of_matrix(fmt):
+    if has_scale_of_matrix(fmt):
         instead = "store all groups as one 3-D weight, which is cut between groups, or use MXFP8"
         raise NotStorableError(q, "have all rows, which share a scale", (start, stop), instead)
-    of_scales = dict(zip(("scale_inv", "columnwise_scale_inv"), fmt.block, strict=True))
+    of_scales = dict(zip(("scale_inv", "columnwise_scale_inv"), fmt.block or (1, 1), strict=True))
     per = {name: of_scales.get(name, 1) for name in q.pieces()}
     whole = math.lcm(*per.values())
     if start % whole or (stop % whole and stop != q.shape[-2]):
@@ -124,10 +124,10 @@ def new_zeros(q: WrapperTensor, size: Sequence[int], **options: Any) -> Tensor:
     assert fmt is not None  # only a grouped tensor has none
     if size[-2] != q.shape[-2]:
         _rows_of_pieces(q, 0, size[-2])  # raises
-    kinds = kinds_of_pieces(fmt, size)
     pieces = {
-        name: torch.empty(kinds[name][1], dtype=kinds[name][0], device=device)
-        for name in q.pieces()
+        name: torch.empty(shape, dtype=piece_dtype, device=device)
+        for name, (piece_dtype, shape) in kinds_of_pieces(fmt, size).items()
+        if name in q.pieces()
     }
     for piece in pieces.values():
         as_bytes(piece).zero_()  # E8M0 has no zero
