@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -41,42 +41,19 @@ class Option(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plain:
-    """A function of each element."""
+class ActivationFormula:
+    """A function of each element, or a gated linear unit."""
 
-    function: Unary
-    sm100: str = ""
-    """Its name in the cuDNN front end; empty if the kernels that are called here lack it."""
-    sides: ClassVar[int] = 1
-    """Columns of the input for one of the output."""
-    options: ClassVar[tuple[Option, ...]] = ()
-
-    def forward(
-        self, x: Tensor, scales: Tensor | None = None, interleave: int | None = None
-    ) -> Tensor:
-        """The function, times one scale per row if there are any."""
-        if scales is None:
-            return self.function.value(x)
-        return formulas.scaled(x, scales, self.function)
-
-    def backward(
-        self, dy: Tensor, x: Tensor, scales: Tensor | None = None, interleave: int | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Gradients of the input and of the scales."""
-        if scales is None:
-            return self.function.backward(dy, x), None
-        return formulas.scaled_backward(dy, x, scales, self.function)
-
-
-@dataclass(frozen=True)
-class Gated:
-    """A gated linear unit: the functions of its gate and linear half, from its options."""
-
-    halves: Callable[..., tuple[Unary, Unary | None]]
+    function: Unary | Callable[..., tuple[Unary, Unary | None]]
+    """Of each element; of a unit, what gives those of its gate and linear half, from options."""
     options: tuple[Option, ...] = ()
     sm100: str = ""
-    """See :class:`Plain`."""
-    sides: ClassVar[int] = 2
+    """Its name in the cuDNN front end; empty if the kernels that are called here lack it."""
+
+    @property
+    def sides(self) -> int:
+        """Columns of the input for one of the output."""
+        return 1 if isinstance(self.function, Unary) else 2
 
     def forward(
         self,
@@ -85,8 +62,10 @@ class Gated:
         interleave: int | None = None,
         **options: float,
     ) -> Tensor:
-        """See :func:`fusible.formulas.gated`."""
-        return formulas.gated(x, scales, interleave, *self.halves(**options))
+        """See :func:`fusible.formulas.scaled` and :func:`fusible.formulas.gated`."""
+        if isinstance(self.function, Unary):
+            return formulas.scaled(x, scales, self.function)
+        return formulas.gated(x, scales, interleave, *self.function(**options))
 
     def backward(
         self,
@@ -96,27 +75,29 @@ class Gated:
         interleave: int | None = None,
         **options: float,
     ) -> tuple[Tensor, Tensor | None]:
-        """See :func:`fusible.formulas.gated_backward`."""
-        return formulas.gated_backward(dy, x, scales, interleave, *self.halves(**options))
+        """Gradients of the input and of the scales, if there are any."""
+        if isinstance(self.function, Unary):
+            return formulas.scaled_backward(dy, x, scales, self.function)
+        return formulas.gated_backward(dy, x, scales, interleave, *self.function(**options))
 
 
-UNARY: dict[str, Plain] = {
-    "gelu": Plain(formulas.GELU),
-    "qgelu": Plain(formulas.QGELU),
-    "relu": Plain(formulas.RELU),
-    "srelu": Plain(formulas.SRELU),
-    "silu": Plain(formulas.SILU),
+UNARY: dict[str, ActivationFormula] = {
+    "gelu": ActivationFormula(formulas.GELU),
+    "qgelu": ActivationFormula(formulas.QGELU),
+    "relu": ActivationFormula(formulas.RELU),
+    "srelu": ActivationFormula(formulas.SRELU),
+    "silu": ActivationFormula(formulas.SILU),
 }
 """Functions of each element by name."""
 
-GATED: dict[str, Gated] = {
-    "glu": Gated(lambda: (formulas.SIGMOID, None)),
-    "geglu": Gated(lambda: (formulas.GELU, None)),
-    "qgeglu": Gated(lambda: (formulas.QGELU, None)),
-    "reglu": Gated(lambda: (formulas.RELU, None)),
-    "sreglu": Gated(lambda: (formulas.SRELU, None)),
-    "swiglu": Gated(lambda: (formulas.SILU, None), sm100="swiglu"),
-    "clamped_qgeglu": Gated(
+GATED: dict[str, ActivationFormula] = {
+    "glu": ActivationFormula(lambda: (formulas.SIGMOID, None)),
+    "geglu": ActivationFormula(lambda: (formulas.GELU, None)),
+    "qgeglu": ActivationFormula(lambda: (formulas.QGELU, None)),
+    "reglu": ActivationFormula(lambda: (formulas.RELU, None)),
+    "sreglu": ActivationFormula(lambda: (formulas.SRELU, None)),
+    "swiglu": ActivationFormula(lambda: (formulas.SILU, None), sm100="swiglu"),
+    "clamped_qgeglu": ActivationFormula(
         formulas.clamped_halves,
         (
             Option("limit", "limit", "positive"),
@@ -125,7 +106,7 @@ GATED: dict[str, Gated] = {
         ),
         sm100="geglu",
     ),
-    "situglu": Gated(
+    "situglu": ActivationFormula(
         formulas.soft_capped_halves,
         (
             Option("beta1", "beta1", "finite and positive"),
@@ -136,5 +117,5 @@ GATED: dict[str, Gated] = {
 }
 """Gated linear units by name."""
 
-ACTIVATIONS: dict[str, Plain | Gated] = {**UNARY, **GATED}
+ACTIVATIONS: dict[str, ActivationFormula] = {**UNARY, **GATED}
 SM100_ACTIVATIONS = {name: row.sm100 for name, row in ACTIVATIONS.items() if row.sm100}

@@ -95,16 +95,20 @@ SIGMOID = Unary(torch.sigmoid, lambda dy, x: torch.ops.aten.sigmoid_backward(dy,
 """``1 / (1 + exp(-x))``."""
 
 
-def scaled(x: Tensor, scales: Tensor, function: Unary) -> Tensor:
-    """``function(x) * scales`` for x ``[..., F]`` and one scale per row, ``[...]``."""
+def scaled(x: Tensor, scales: Tensor | None, function: Unary) -> Tensor:
+    """``function(x)`` for x ``[..., F]``, times one scale per row, ``[...]``, if there are any."""
+    if scales is None:
+        return function.value(x)
     wide = math_dtype(x.dtype)
     return cast(function.value(cast(x, wide)) * cast(scales, wide).unsqueeze(-1), x.dtype)
 
 
 def scaled_backward(
-    dy: Tensor, x: Tensor, scales: Tensor, function: Unary
-) -> tuple[Tensor, Tensor]:
+    dy: Tensor, x: Tensor, scales: Tensor | None, function: Unary
+) -> tuple[Tensor, Tensor | None]:
     """Gradients of :func:`scaled` with respect to ``x`` and ``scales``."""
+    if scales is None:
+        return function.backward(dy, x), None
     wide = math_dtype(x.dtype)
     x_wide, dy = cast(x, wide), cast(dy, wide)
     dx = function.backward(dy * cast(scales, wide).unsqueeze(-1), x_wide)

@@ -328,8 +328,7 @@ class Run:
         index into a list, whose length would be guarded: each new schedule would recompile all.
         The recipe as :meth:`Recipe.as_constants`, since it takes constants only.
         """
-        scope_recipe = None if recipe is None else Recipe.from_constants(recipe)
-        key = (self._own_recipe(scope_recipe), *rest)
+        key = (self._own_recipe(Recipe.from_constants(recipe)), *rest)
         name = _traced_names.get(key)
         if name is None:
             name = f"call{next(_name_numbers)}"

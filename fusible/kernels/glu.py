@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fusible.activations import ACTIVATIONS, Gated, Plain
+from fusible.activations import ACTIVATIONS, ActivationFormula
 
 
 class Glu(NamedTuple):
@@ -25,7 +25,7 @@ class Glu(NamedTuple):
     offset: float = 0.0
 
     @property
-    def row(self) -> Plain | Gated:
+    def row(self) -> ActivationFormula:
         """Its row in the table.
 
         Raises:

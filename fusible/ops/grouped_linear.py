@@ -34,7 +34,7 @@ from fusible.ops.wgrad import is_column_major
 from fusible.recipes.checkpoint_state import load_pieces
 from fusible.recipes.matrix import TENSORS_PER_OPERAND
 from fusible.recipes.product import is_quantized, values
-from fusible.recipes.sharding import is_sharded, shard_rows
+from fusible.recipes.sharding import is_sharded, shard_over
 from fusible.recipes.tensor import stack
 
 
@@ -222,11 +222,13 @@ class GroupedLinear(WeightedOperation):
     @torch.no_grad()
     def shard_experts(self, mesh: Any) -> None:
         """Keep the parameters of the experts of this process of a mesh, as ``DTensor``."""
+        from torch.distributed.tensor import Shard
+
         layouts, held = self._layouts(), (self.weights(), self.biases())
         for old in self.own_parameter_names():
             del self._parameters[old], self._registered[old]
         for (name, single), own in zip(layouts.items(), held, strict=False):
-            part = shard_rows(own[0] if single else stack(own), mesh)
+            part = shard_over(own[0] if single else stack(own), mesh, [Shard(0)])
             self.register_parameter(name, nn.Parameter(part, own[0].requires_grad))
         self.single_grouped_weight, self.num_weights = True, 1
         self.single_grouped_bias = self.single_grouped_bias or self.has_bias

@@ -9,7 +9,7 @@ from fusible.recipes.grouped import (
     group_dequantize,
     group_quantize,
 )
-from fusible.recipes.layout_ops import swizzle_block_scales, unswizzle_block_scales
+from fusible.recipes.layout import swizzle_block_scales, unswizzle_block_scales
 from fusible.recipes.matrix import TENSORS_PER_OPERAND, Operand, QuantizedMatrix
 from fusible.recipes.mixed import ByOp, ByPass
 from fusible.recipes.model_init import quantized_model_init, weight_parameter

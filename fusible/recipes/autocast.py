@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch.utils.checkpoint import CheckpointFunction
@@ -36,23 +36,16 @@ class Forward(NamedTuple):
     grad_enabled: bool
 
 
-class Repeatable(Protocol):
-    """A module that runs forwards and records their recipes."""
-
-    def forwards(self) -> Iterable[Forward]:
-        """Return the forwards so far, equal ones once."""
-
-
 _thread = _Autocasts()
 
 
-def current_recipe(runner: Repeatable | None = None) -> Recipe | None:
+def current_recipe(runner: Any = None) -> Recipe | None:
     """Return the recipe of the innermost enabled ``autocast`` on this thread, or None.
 
     ``torch.utils.checkpoint`` runs a forward again inside backward, after its ``autocast`` has
-    ended and, on CUDA, on another thread. A ``runner`` gets the recipe of its own forwards there.
-    Raises RuntimeError if it ran forwards under several recipes: nothing then tells which of them
-    is being repeated; ``keep_recipe`` does.
+    ended and, on CUDA, on another thread. A ``runner``, whose ``forwards()`` gives a `Forward` of
+    each, equal ones once, gets the recipe of these there. Raises RuntimeError if it ran forwards
+    under several recipes: nothing then tells which is being repeated; ``keep_recipe`` does.
     """
     if runner is None or torch.compiler.is_compiling():
         return _thread.recipe
@@ -62,7 +55,7 @@ def current_recipe(runner: Repeatable | None = None) -> Recipe | None:
     return _repeated(runner)
 
 
-def _repeated(runner: Repeatable) -> Recipe | None:
+def _repeated(runner: Any) -> Recipe | None:
     """Return the one recipe that a forward repeated by the running backward pass can have had."""
     # Only the reentrant variant repeats forwards that ran without gradients, so that, say,
     # evaluation under no_grad and another recipe does not make the usual variant ambiguous.

@@ -54,6 +54,22 @@ def gather_rows(x: Tensor, index: Tensor | None, ends: Tensor | None) -> Tensor:
     return x.index_select(0, index)
 
 
+def check_per_group(name: str, t: Tensor, device: torch.device, groups: int | None = None) -> None:
+    """Raise ValueError unless ``t`` has an integer for each of ``groups`` groups, on ``device``."""
+    one_each = t.ndim == 1 and (t.shape[0] > 0 if groups is None else t.shape[0] == groups)
+    integers, there = t.dtype in (torch.int32, torch.int64), t.device == device
+    if one_each and integers and there:
+        return
+    shape = "(groups,) with at least one group" if groups is None else f"({groups},)"
+    problems = {
+        f"int32 or int64, got {t.dtype}": integers,
+        f"of shape {shape}, got {tuple(t.shape)}": one_each,
+        f"on {device}, where the rows are, got {t.device}": there,
+    }
+    wrong = [sentence for sentence, holds in problems.items() if not holds]
+    raise ValueError(f"{name} must be {' and '.join(wrong)}")
+
+
 def group_starts(ends: Tensor) -> Tensor:
     """Return the first row of each group, from the cumulative end rows."""
     return torch.cat((ends.new_zeros(1), ends[:-1]))

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from fusible.arguments import described
 from fusible.recipes.formats import NumberFormat
-from fusible.recipes.matrix import as_bytes, shapes_of
+from fusible.recipes.matrix import as_bytes
 from fusible.recipes.quantization import HIGH_PRECISION
 from fusible.recipes.sharding import is_sharded, local, shard, sharded_as
 from fusible.recipes.tensor import QuantizedTensor
-from fusible.recipes.wrapper import PIECES
+from fusible.recipes.wrapper import PIECES, kinds_of_pieces
 
 _KEYS = {
     "rowwise_data": "values",
@@ -30,6 +30,7 @@ _KEYS = {
     "columnwise_scale_inv": "columnwise_scale",
     "columnwise_tensor_scale": "columnwise_tensor_scale",
 }
+_SUFFIXES = (*_KEYS.values(), "format")
 _FORMAT = "name", "element", "block", "scale", "amax_epsilon", "hadamard", "stochastic"
 """The arguments of ``NumberFormat.from_constants``."""
 _SCALES = "scale_inv", "columnwise_scale_inv"
@@ -110,25 +111,20 @@ def _facts(data: Any) -> tuple[NumberFormat, list[int], torch.dtype]:
 
 def _check(stored: dict[str, Any], fmt: NumberFormat, shape: list[int]) -> None:
     """Raise PiecesError unless the pieces are those of a tensor of this format and shape."""
-    uses = {False: PIECES[:3], True: PIECES[3:]} if fmt.directional else {False: PIECES[:3]}
-    present = {use: names for use, names in uses.items() if any(n in stored for n in names)}
-    missing, wrong, wanted = [], [], set()
-    data = next((t for t in stored.values() if isinstance(t, Tensor)), None)
-    for columnwise, names in (present or {False: PIECES[:3]}).items():
-        dtypes = fmt.element.dtype, fmt.scale_dtype, torch.float32
-        shapes = shapes_of(shape, fmt, columnwise)
-        for name, dtype, size in zip(names, dtypes, shapes, strict=True):
-            if size is None:
-                continue
-            wanted.add(name)
-            saved = torch.uint8 if dtype == torch.float8_e8m0fnu else dtype
-            if name not in stored:
-                missing.append(_KEYS[name])
-            elif not _fits(stored[name], data, (saved, dtype), size):
-                wrong.append(
-                    f"{_KEYS[name]} must be {saved} of shape {size} on the device of the others, "
-                    f"for {fmt.name} of shape {tuple(shape)}, got {described(stored[name])}"
-                )
+    kinds, uses = kinds_of_pieces(fmt, shape), (PIECES[:3], PIECES[3:])
+    used = [names for names in uses if stored.keys() & set(names) & kinds.keys()] or uses[:1]
+    wanted = [name for names in used for name in names if name in kinds]
+    other = next((t for t in stored.values() if isinstance(t, Tensor)), None)
+    wrong = []
+    for name in wanted:
+        dtype, size = kinds[name]
+        saved = torch.uint8 if dtype == torch.float8_e8m0fnu else dtype
+        if name in stored and not _fits(stored[name], other, (saved, dtype), size):
+            wrong.append(
+                f"{_KEYS[name]} must be {saved} of shape {size} on the device of the others, "
+                f"for {fmt.name} of shape {tuple(shape)}, got {described(stored[name])}"
+            )
+    missing = [_KEYS[name] for name in wanted if name not in stored]
     unexpected = [_KEYS[name] for name in stored if name not in wanted]
     if missing or unexpected or wrong:
         raise PiecesError(missing, unexpected, wrong)
@@ -170,21 +166,14 @@ def save_pieces(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) 
 
 
 def prepare_load(
-    module: nn.Module,
-    state: dict[str, Any],
-    prefix: str,
-    local_metadata: Any,
-    strict: bool,
-    missing: list[str],
-    unexpected: list[str],
-    errors: list[str],
+    module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, strict: bool, *errors: Any
 ) -> None:
     """Convert entries of a state dict to what ``module``'s own parameters load.
 
     Pieces become quantized tensors, full tensors are sharded as the parameter is, and with
     ``assign=True`` a value for a quantized parameter is quantized here.
     """
-    load_pieces(module, state, prefix, missing, unexpected, errors)
+    load_pieces(module, state, prefix, *errors)
     for name, parameter in module.named_parameters(recurse=False):
         value = state.get(prefix + name)
         if not isinstance(value, Tensor):
@@ -192,35 +181,29 @@ def prepare_load(
         if is_sharded(parameter) and not is_sharded(value):
             value = shard(value, parameter)
         own, part = local(parameter), local(value)
-        assigned = local_metadata.get("assign_to_params_buffers", False)
+        assigned = metadata.get("assign_to_params_buffers", False)
         if assigned and isinstance(own, QuantizedTensor):
             part = own.stored_alike(part)
             value = sharded_as(value, part) if is_sharded(value) else part
         state[prefix + name] = value
 
 
-def load_pieces(
-    module: nn.Module,
-    state: dict[str, Any],
-    prefix: str,
-    missing: list[str],
-    unexpected: list[str],
-    errors: list[str],
-) -> None:
+def load_pieces(module: nn.Module, state: dict[str, Any], prefix: str, *errors: list[str]) -> None:
     """Put together the quantized tensors of a state dict that belong to ``module`` itself.
 
-    The lists are those of ``nn.Module.load_state_dict``. A parameter whose pieces do not make a
-    tensor keeps its values.
+    ``errors`` are the lists of ``nn.Module.load_state_dict``: missing and unexpected keys, and
+    messages. A parameter whose pieces do not make a tensor keeps its values.
     """
+    missing, unexpected, wrong = errors
     for name in _names_of_pieces(module, state, prefix):
-        keys = {suffix: f"{name}.{suffix}" for suffix in (*_KEYS.values(), "format")}
+        keys = {suffix: f"{name}.{suffix}" for suffix in _SUFFIXES}
         parts = {suffix: state.pop(key) for suffix, key in keys.items() if key in state}
         try:
             made = tensor_from_state(parts)
         except PiecesError as error:
             missing.extend(keys[piece] for piece in error.missing)
             unexpected.extend(keys[piece] for piece in error.unexpected)
-            errors.extend(f"{name}.{sentence}" for sentence in error.wrong)
+            wrong.extend(f"{name}.{sentence}" for sentence in error.wrong)
             if (own := module._parameters.get(name.removeprefix(prefix))) is not None:
                 state[name] = own
         else:
@@ -229,9 +212,8 @@ def load_pieces(
 
 def _names_of_pieces(module: nn.Module, state: dict[str, Any], prefix: str) -> list[str]:
     """The keys, without their suffixes, of pieces that belong to ``module`` itself."""
-    suffixes = {*_KEYS.values(), "format"}
     keys = [key.rpartition(".") for key in state if key.startswith(prefix)]
-    names = dict.fromkeys(name for name, _, suffix in keys if suffix in suffixes)
+    names = dict.fromkeys(name for name, _, suffix in keys if suffix in _SUFFIXES)
     own = [(name, name.removeprefix(prefix)) for name in names if name.startswith(prefix)]
     return [
         name for name, short in own if short and "." not in short and short not in module._modules

@@ -68,7 +68,6 @@ class NumberFormat:
     stochastic: bool = False
     """Elements are rounded up or down at random (``recipes.philox``), not to the nearest."""
     scale_dtype: torch.dtype = field(init=False, repr=False, compare=False)
-    """Dtype of the scales."""
     has_tensor_scale: bool = field(init=False, repr=False, compare=False)
     """Whether a second, FP32 scale covers each matrix or group."""
     directional: bool = field(init=False, repr=False, compare=False)
@@ -139,7 +138,6 @@ class NumberFormat:
         return NumberFormat(name, ELEMENTS[element], across_along, scale, *options)  # type: ignore[arg-type]
 
 
-Rounding = Literal["up", "floor"]
 FP8_BLOCK = 128
 """Elements along a dimension that share an FP32 scale."""
 BLOCKS = (1, FP8_BLOCK), (FP8_BLOCK, FP8_BLOCK)
@@ -151,7 +149,7 @@ def value_dtype(elements: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if elements in (E4M3.dtype, E5M2.dtype) else elements
 
 
-def mxfp8(element: Element = E4M3, rounding: Rounding = "up") -> NumberFormat:
+def mxfp8(element: Element = E4M3, rounding: Literal["up", "floor"] = "up") -> NumberFormat:
     """Describe OCP MXFP8: one power of two per 32; ``rounding`` is that of the scale.
 
     "up", the rule of Transformer Engine and cuDNN, saturates no element; "floor" is the rule of the

@@ -12,38 +12,39 @@ from torch import Tensor
 from torch.nn import functional
 
 from fusible.calls import is_traced
+from fusible.recipes.blocks import check_per_group, group_starts
 from fusible.recipes.formats import NumberFormat
 from fusible.recipes.quantizer import Quantizer
-from fusible.recipes.sharding import per_matrix
 from fusible.recipes.tensor import QuantizedTensor
 from fusible.recipes.tensor_dispatch import DispatchedTensor, implicit_values
 from fusible.recipes.wrapper import PIECES, WrapperTensor, quantized_pieces
-
-_SIZES = ("first_dims", "tensor_offsets", "ends")
 
 
 class GroupedTensor(WrapperTensor, DispatchedTensor):
     """``num_tensors`` matrices one after the other: ``[rows, columns]``, quantized or not.
 
-    ``first_dims`` (int32 or int64 ``[groups]``) has the rows of each, on the tensor's device;
-    ``tensor_offsets`` (int64 ``[groups + 1]``) where each begins, in elements, and ``ends`` (int64
-    ``[groups]``) the cumulative end rows. Rows past the last group belong to none. A tensor that is
-    not quantized (``format`` None) has ``rowwise_data`` only.
+    ``ends`` (int64 ``[groups]``) has their cumulative end rows, on the tensor's device. Rows past
+    the last group belong to none. A tensor that is not quantized (``format`` None) has
+    ``rowwise_data`` only. Of ``uniform`` groups it is known, without reading the device, that all
+    have the same number of rows.
     """
 
-    names = (*_SIZES, *PIECES)
-    sizes = _SIZES
-    flags = ("uniform",)
-    first_dims: Tensor
-    tensor_offsets: Tensor
     ends: Tensor
-    uniform: bool
-    """Whether all groups have the same number of rows, known without reading the device."""
 
     @property
     def num_tensors(self) -> int:
         """The number of groups."""
-        return self.first_dims.shape[0]
+        return self.ends.shape[0]
+
+    @property
+    def first_dims(self) -> Tensor:
+        """The rows of each group, int64 ``[groups]``, on the tensor's device."""
+        return self.ends - group_starts(self.ends)
+
+    @property
+    def tensor_offsets(self) -> Tensor:
+        """Where each group begins, and the last one ends, in elements: int64 ``[groups + 1]``."""
+        return functional.pad(self.ends * self.shape[1], (1, 0))
 
     @property
     def logical_shape(self) -> tuple[int, int]:
@@ -69,8 +70,10 @@ class GroupedTensor(WrapperTensor, DispatchedTensor):
         if self.format is None:
             assert self.rowwise_data is not None
             return self.rowwise_data.narrow(0, *rows)
-        spans = {"columnwise_scale_inv": blocks}
-        spans |= dict.fromkeys(per_matrix(self.format), (group, 1))
+        spans = dict.fromkeys(("tensor_scale", "columnwise_tensor_scale"), (group, 1))
+        spans["columnwise_scale_inv"] = blocks
+        if self.format.block is None:
+            spans["scale_inv"] = group, 1
         views = {
             name: piece.narrow(0, *spans.get(name, rows))
             for name, piece in self.pieces().items()
@@ -96,11 +99,11 @@ def group(x: Tensor, num_groups: int, first_dims: Tensor | None = None) -> Group
     ``first_dims`` (int32 or int64 ``[num_groups]``, on ``x.device``) are their rows; without it
     they are equal. Shares memory with ``x``.
     """
-    pieces = _sizes_of(x, num_groups, first_dims) | {"rowwise_data": x}
+    pieces = {"rowwise_data": x, "ends": _end_rows(x, num_groups, first_dims)}
     return GroupedTensor(pieces, None, x.shape, x.dtype, first_dims is None)
 
 
-def _sizes_of(x: Tensor, num_groups: int, first_dims: Tensor | None) -> dict[str, Tensor]:
+def _end_rows(x: Tensor, num_groups: int, first_dims: Tensor | None) -> Tensor:
     if x.ndim != 2:
         raise ValueError(f"rows to group must be a 2-D tensor, got shape {tuple(x.shape)}")
     if first_dims is None:
@@ -111,10 +114,15 @@ def _sizes_of(x: Tensor, num_groups: int, first_dims: Tensor | None) -> dict[str
             )
         rows = x.shape[0] // num_groups
         first_dims = torch.full((num_groups,), rows, dtype=torch.int64, device=x.device)
-    _check_first_dims(first_dims, num_groups, x)
-    ends = first_dims.to(torch.int64).cumsum(0)
-    offsets = functional.pad(ends * x.shape[1], (1, 0))
-    return dict(zip(_SIZES, (first_dims, offsets, ends), strict=True))
+    check_per_group("first_dims", first_dims, x.device, num_groups)
+    if x.is_cpu and not is_traced():  # elsewhere the host would have to wait
+        rows_of_groups = first_dims.tolist()
+        if min(rows_of_groups, default=0) < 0 or sum(rows_of_groups) > x.shape[0]:
+            raise ValueError(
+                f"first_dims must not be negative, and sum to at most the {x.shape[0]} rows, got "
+                f"{rows_of_groups}"
+            )
+    return first_dims.to(torch.int64).cumsum(0)
 
 
 def group_quantize(
@@ -125,25 +133,20 @@ def group_quantize(
     Groups need no padding: column-wise blocks start anew at each. Raises what
     ``quantization.quantize`` raises, and ValueError for 128x128 blocks.
     """
-    sizes, fmt = _sizes_of(x, num_groups, first_dims), quantizer.format
+    ends, fmt = _end_rows(x, num_groups, first_dims), quantizer.format
     uses = {"rowwise": quantizer.rowwise_usage, "columnwise": quantizer.columnwise_usage}
-    pieces = quantized_pieces(x, fmt, **uses, ends=sizes["ends"])
-    return GroupedTensor(sizes | pieces, fmt, x.shape, x.dtype, first_dims is None)
+    pieces = quantized_pieces(x, fmt, **uses, ends=ends)
+    return GroupedTensor(pieces | {"ends": ends}, fmt, x.shape, x.dtype, first_dims is None)
 
 
 class GroupedQuantizer(Quantizer):
-    """Quantizes each of ``num_groups`` groups of rows separately, for a grouped op."""
+    """Quantizes each of ``num_groups`` groups of rows separately, for a grouped op.
 
-    def __init__(
-        self,
-        format: NumberFormat,
-        num_groups: int,
-        *,
-        rowwise: bool = True,
-        columnwise: bool = True,
-        by_receiver: bool = False,
-    ) -> None:
-        super().__init__(format, rowwise=rowwise, columnwise=columnwise, by_receiver=by_receiver)
+    Further arguments as of `Quantizer`.
+    """
+
+    def __init__(self, format: NumberFormat, num_groups: int, **uses: bool) -> None:
+        super().__init__(format, **uses)
         self.num_groups = num_groups
 
     def __call__(  # type: ignore[override]
@@ -176,26 +179,5 @@ class GroupedQuantizer(Quantizer):
 def group_dequantize(g: GroupedTensor, dtype: torch.dtype | None = None) -> GroupedTensor:
     """Return the grouped tensor of the values of ``g``, not quantized."""
     values = g.dequantize(dtype)
-    pieces = {name: piece for name, piece in g.pieces().items() if name in _SIZES}
-    return GroupedTensor(pieces | {"rowwise_data": values}, None, g.shape, values.dtype, g.uniform)
-
-
-def _check_first_dims(first_dims: Tensor, num_groups: int, x: Tensor) -> None:
-    device = x.device
-    problems = {
-        f"int32 or int64, got {first_dims.dtype}": first_dims.dtype in (torch.int32, torch.int64),
-        f"of shape ({num_groups},), got {tuple(first_dims.shape)}": (
-            tuple(first_dims.shape) == (num_groups,)
-        ),
-        f"on {device}, where the rows are, got {first_dims.device}": first_dims.device == device,
-    }
-    wrong = [sentence for sentence, holds in problems.items() if not holds]
-    if wrong:
-        raise ValueError(f"first_dims must be {' and '.join(wrong)}")
-    if device.type == "cpu" and not is_traced():  # elsewhere the host would have to wait
-        sizes = first_dims.tolist()
-        if min(sizes, default=0) < 0 or sum(sizes) > x.shape[0]:
-            raise ValueError(
-                f"first_dims must not be negative, and sum to at most the {x.shape[0]} rows, got "
-                f"{sizes}"
-            )
+    pieces = {"rowwise_data": values, "ends": g.ends}
+    return GroupedTensor(pieces, None, g.shape, values.dtype, g.uniform)

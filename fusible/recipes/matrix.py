@@ -111,16 +111,15 @@ def shapes_of(
 
 
 class Uses(NamedTuple):
-    """The outputs of a quantization: for each use the quantized matrix, its values, or both."""
+    """The outputs of a quantization: for each use the quantized matrix, its values, or both.
+
+    Values are in ``compute_dtype``.
+    """
 
     row: bool
-    """The matrix quantized row-wise."""
     column: bool
-    """The matrix quantized column-wise."""
     row_values: bool = False
-    """The row-wise quantized matrix dequantized to ``compute_dtype``."""
     column_values: bool = False
-    """The column-wise quantized matrix dequantized to ``compute_dtype``."""
 
     @property
     def rowwise(self) -> bool:

@@ -122,9 +122,8 @@ class ByOp(Recipe):
     name: ClassVar[str] = "by_op"
     recipes: tuple[tuple[Any, Recipe | None], ...]
     """Types, weak references to modules, and their recipes, in order."""
-    number: int | None
-    """Of a mapping with modules as keys, which are no constants to ``torch.compile``: the same for
-    equal mappings. None if all keys are types."""
+    _constants: tuple[Any, ...]
+    """For ``torch.compile``, to which a module is no constant: its number is."""
 
     def __init__(self, recipes: Mapping[Any, Recipe | None]) -> None:
         if not recipes:
@@ -148,9 +147,12 @@ class ByOp(Recipe):
             (key if isinstance(key, type) else weakref.ref(key), recipe)
             for key, recipe in recipes.items()
         )
-        has_modules = any([not isinstance(key, type) for key, _ in given])
         object.__setattr__(self, "recipes", given)
-        object.__setattr__(self, "number", _number_of(given) if has_modules else None)
+        numbered = [
+            (key if isinstance(key, type) else _number_of(key), recipe and recipe.as_constants())
+            for key, recipe in recipes.items()
+        ]
+        object.__setattr__(self, "_constants", (ByOp, *numbered))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ByOp) and self.recipes == other.recipes
@@ -164,40 +166,32 @@ class ByOp(Recipe):
         return f"ByOp({{{', '.join(f'{kind}: {recipe!r}' for kind, recipe in kinds)}}})"
 
     def as_constants(self) -> tuple[Any, ...]:
-        """The class, and the number or the types with the constants of their recipes."""
-        if self.number is not None:
-            return ByOp, self.number
-        return ByOp, *[(key, recipe and recipe.as_constants()) for key, recipe in self.recipes]
+        """The class, and types, or numbers of modules, with the constants of their recipes."""
+        return self._constants
 
     @classmethod
-    def of_constants(cls, values: list[Any]) -> Recipe:
+    def of_constants(cls, values: tuple[Any, ...]) -> Recipe:
         """Undo `as_constants`."""
-        if not isinstance(values[0], int):
-            return ByOp({key: recipe and Recipe.from_constants(recipe) for key, recipe in values})
-        made = ByOp.__new__(ByOp)
-        given = {its: given for given, its in _NUMBERS.copy().items()}.get(values[0])
-        if given is None:
+        live = [module for ref in _numbers.keyrefs() if (module := ref()) is not None]
+        keys = {_numbers[module]: module for module in live}
+        if any([not isinstance(key, type) and key not in keys for key, _ in values]):
             raise RuntimeError(
                 "a mapping of recipes with modules as keys must have been made outside of compiled "
                 "code, and its modules must exist, when compiled code uses it, got none such; call "
                 "autocast(recipe=...) with an equal one before"
             )
-        made.__dict__.update(recipes=given, number=values[0])
-        return made
+        return ByOp({keys.get(key, key): Recipe.from_constants(recipe) for key, recipe in values})
 
 
-_NUMBERS: dict[tuple[Any, ...], int] = {}
-"""The numbers of mappings that have modules as keys, all of which live."""
+_numbers: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+"""Of modules that are keys of mappings; as words, which compiled code never takes for variables."""
 _next_number = itertools.count()
 
 
-def _number_of(given: tuple[Any, ...]) -> int:
-    if given not in _NUMBERS:
-        for old in list(_NUMBERS):
-            if any([isinstance(key, weakref.ref) and key() is None for key, _ in old]):
-                del _NUMBERS[old]
-        _NUMBERS[given] = next(_next_number)
-    return _NUMBERS[given]
+def _number_of(module: nn.Module) -> str:
+    if module not in _numbers:
+        _numbers[module] = str(next(_next_number))
+    return _numbers[module]
 
 
 def check_recipes(function: str, enabled: object, recipe: object) -> Recipe:

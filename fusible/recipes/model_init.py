@@ -30,8 +30,7 @@ class ModelInit:
 
 
 class _ModelInits(threading.local):
-    def __init__(self) -> None:
-        self.init: ModelInit | None = None
+    init: ModelInit | None = None
 
 
 _thread = _ModelInits()

@@ -12,8 +12,9 @@ import math
 import torch
 from torch import Tensor
 
+from fusible.arguments import described
 from fusible.recipes import hadamard, philox
-from fusible.recipes.blocks import blocks_of, with_zero_tail
+from fusible.recipes.blocks import blocks_of, check_per_group, with_zero_tail
 from fusible.recipes.encoding import (
     DECODERS,
     ENCODERS,
@@ -106,7 +107,15 @@ def check_arguments(x: Tensor, ends: Tensor | None, fmt: NumberFormat, key: Tens
     """Raise the errors of ``quantize``, before anything is written."""
     check_group_ends(x, fmt, ends)
     check_input(x, fmt)
-    check_key(x, fmt, key)
+    if not fmt.stochastic:
+        return
+    if key is None:
+        raise ValueError(f"{fmt.name} rounds by a key, got None; pass recipes.random_key(x)")
+    if key.dtype != torch.int64 or key.shape != (2,) or key.device != x.device:
+        raise ValueError(
+            f"key must be int64 of shape (2,) on {x.device}, where the tensor is, got "
+            f"{described(key)}"
+        )
 
 
 def check_input(x: Tensor, fmt: NumberFormat) -> None:
@@ -140,31 +149,7 @@ def check_group_ends(x: Tensor, fmt: NumberFormat, ends: Tensor | None) -> None:
             f"blocks of {along}x{along} hold weights and cannot be grouped by rows; "
             f"use blocks of 1x{along} or quantize every matrix by itself"
         )
-    if ends.ndim != 1 or ends.shape[0] < 1 or ends.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            "ends must be int32 or int64 of shape (groups,) with at least one group, "
-            f"got {ends.dtype} of shape {tuple(ends.shape)}"
-        )
-    if ends.device != x.device:
-        raise ValueError(
-            f"ends must be on {x.device}, where the rows are, got {ends.device}; move them"
-        )
-
-
-def check_key(x: Tensor, fmt: NumberFormat, key: Tensor | None) -> None:
-    """Raise ValueError unless there is a ``key`` for stochastic rounding, where ``fmt`` rounds so.
-
-    Other formats take no notice of one.
-    """
-    if not fmt.stochastic:
-        return
-    if key is None:
-        raise ValueError(f"{fmt.name} rounds by a key, got None; pass recipes.random_key(x)")
-    if key.dtype != torch.int64 or key.shape != (2,) or key.device != x.device:
-        raise ValueError(
-            f"key must be int64 of shape (2,) on {x.device}, where the tensor is, got {key.dtype} "
-            f"of shape {tuple(key.shape)} on {key.device}"
-        )
+    check_per_group("ends", ends, x.device)
 
 
 def _tensor_scale(

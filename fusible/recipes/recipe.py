@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, get_args
 from fusible.arguments import check_bools
 from fusible.names import nearest
 from fusible.recipes.formats import (
+    E2M1,
     E4M3,
     E5M2,
     Element,
@@ -71,6 +72,11 @@ class QParams(_Options):
     fp4_2d_quantization: bool = False
 
 
+def _is_named(name: str | None) -> Any:
+    """A class method of Transformer Engine: whether a recipe is the one of this name."""
+    return classmethod(lambda cls: cls.name == name)
+
+
 @dataclass(frozen=True)
 class Recipe(_Options):
     """Number formats of the operands of every matrix product run under it.
@@ -113,37 +119,11 @@ class Recipe(_Options):
         formats = (*map(self.format, _ROLES), *map(self.backward_format, _ROLES))
         return any(fmt is not None for fmt in formats)
 
-    @classmethod
-    def mxfp8(cls) -> bool:
-        """Return whether this is ``MXFP8BlockScaling``."""
-        return cls.name == "mxfp8"
-
-    @classmethod
-    def nvfp4(cls) -> bool:
-        """Return whether this is ``NVFP4BlockScaling``."""
-        return cls.name == "nvfp4"
-
-    @classmethod
-    def float8_block_scaling(cls) -> bool:
-        """Return whether this is ``Float8BlockScaling``."""
-        return cls.name == "fp8_block"
-
-    @classmethod
-    def float8_current_scaling(cls) -> bool:
-        """Return whether this is ``Float8CurrentScaling``."""
-        return cls.name == "fp8_current"
-
-    float8_per_tensor_scaling = float8_current_scaling
-
-    @classmethod
-    def custom(cls) -> bool:
-        """Return False: ``CustomRecipe`` is not offered."""
-        return False
-
-    @classmethod
-    def delayed(cls) -> bool:
-        """Return False: ``DelayedScaling`` is not offered."""
-        return False
+    mxfp8 = _is_named("mxfp8")
+    nvfp4 = _is_named("nvfp4")
+    float8_block_scaling = _is_named("fp8_block")
+    float8_current_scaling = float8_per_tensor_scaling = _is_named("fp8_current")
+    custom = delayed = _is_named(None)  # recipes that are not offered
 
     def as_constants(self) -> tuple[Any, ...]:
         """Return the class and its arguments, constants even to ``torch.compile``."""
@@ -151,23 +131,18 @@ class Recipe(_Options):
         return type(self), *[v.as_constants() if isinstance(v, Recipe) else v for v in values]
 
     @staticmethod
-    def from_constants(constants: tuple[Any, ...]) -> Recipe:
-        """Undo ``as_constants``."""
-        kind, *values = constants
-        return kind.of_constants(values)
+    def from_constants(constants: Any) -> Any:
+        """Undo ``as_constants``; return what is no recipe's constants as it is."""
+        kind = constants[0] if isinstance(constants, tuple) and constants else None
+        if not (isinstance(kind, type) and issubclass(kind, Recipe)):
+            return constants
+        return kind.of_constants(constants[1:])
 
     @classmethod
-    def of_constants(cls, values: list[Any]) -> Recipe:
+    def of_constants(cls, values: tuple[Any, ...]) -> Recipe:
         """Make one of its arguments as ``as_constants`` gives them."""
         names = [f.name for f in fields(cls) if f.compare]
-        arguments = [Recipe.from_constants(v) if _is_recipe(v) else v for v in values]
-        return cls(**dict(zip(names, arguments, strict=True)))
-
-
-def _is_recipe(value: Any) -> bool:
-    """Whether it is what ``as_constants`` gives of a recipe that is an argument of another one."""
-    kind = value[0] if isinstance(value, tuple) and value else None
-    return isinstance(kind, type) and issubclass(kind, Recipe)
+        return cls(**dict(zip(names, map(Recipe.from_constants, values), strict=True)))
 
 
 @dataclass(frozen=True, repr=False)
@@ -221,6 +196,16 @@ class _Scaling(Recipe):
         ]
         return f"{type(self).__name__}({', '.join(changed)})"
 
+    def _params(self, role: Role) -> QParams:
+        """How the operand in ``role`` is quantized, in Transformer Engine's words."""
+        fmt = self._format(role)
+        return QParams(
+            power_2_scale=fmt.scale == "fp32_power_of_two",
+            random_hadamard_transform=fmt.hadamard,
+            stochastic_rounding=fmt.stochastic,
+            fp4_2d_quantization=fmt.element is E2M1 and not fmt.directional,
+        )
+
     def format(self, role: Role) -> NumberFormat | None:
         """Return the recipe's format, None for a gradient if there is a ``backward_override``."""
         found = self._formats.get(role)
@@ -272,12 +257,9 @@ class _Float8Scaling(_Scaling):
     """On Hopper, linears, grouped linears, MLPs and experts multiply the FP8 operands, or with
     False their dequantized values in BF16, added in FP32."""
 
-    @property
-    def fp8_quant_fwd_inp(self) -> QParams:
-        """How inputs are quantized, as weights and gradients are."""
-        return QParams(power_2_scale=self._format("input").scale == "fp32_power_of_two")
-
-    fp8_quant_fwd_weight = fp8_quant_bwd_grad = fp8_quant_fwd_inp
+    fp8_quant_fwd_inp = property(lambda self: self._params("input"))
+    fp8_quant_fwd_weight = property(lambda self: self._params("weight"))
+    fp8_quant_bwd_grad = property(lambda self: self._params("grad"))
 
 
 @dataclass(frozen=True, repr=False)
@@ -356,28 +338,9 @@ class NVFP4BlockScaling(_Scaling):
         "fp8_format",
     )
 
-    @property
-    def fp4_quant_fwd_inp(self) -> QParams:
-        """How inputs are quantized."""
-        return self._params("input")
-
-    @property
-    def fp4_quant_fwd_weight(self) -> QParams:
-        """How weights are quantized."""
-        return self._params("weight")
-
-    @property
-    def fp4_quant_bwd_grad(self) -> QParams:
-        """How gradients are quantized."""
-        return self._params("grad")
-
-    def _params(self, role: Role) -> QParams:
-        fmt = self._format(role)
-        return QParams(
-            random_hadamard_transform=fmt.hadamard,
-            stochastic_rounding=fmt.stochastic,
-            fp4_2d_quantization=not fmt.directional,
-        )
+    fp4_quant_fwd_inp = property(lambda self: self._params("input"))
+    fp4_quant_fwd_weight = property(lambda self: self._params("weight"))
+    fp4_quant_bwd_grad = property(lambda self: self._params("grad"))
 
     def _format(self, role: Role) -> NumberFormat:
         if role == "weight":

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from fusible.calls import depend_on_values
 from fusible.recipes.formats import NumberFormat
-from fusible.recipes.wrapper import WrapperTensor
+from fusible.recipes.matrix import as_bytes
+from fusible.recipes.wrapper import WrapperTensor, kinds_of_pieces
 
 W = TypeVar("W", bound=WrapperTensor)
 
@@ -23,27 +24,22 @@ W = TypeVar("W", bound=WrapperTensor)
 class NotStorableError(ValueError):
     """A part or a view of a quantized tensor that its format cannot hold: its values are used."""
 
+    def __init__(
+        self, q: WrapperTensor, must: str, got: object, instead: str = "call .dequantize()"
+    ) -> None:
+        super().__init__(f"a part or a view of {q!r} must {must}, got {got}; {instead}")
+
 
 def check_rows_kept(q: WrapperTensor) -> None:
     """Raise NotStorableError unless the rows of the pieces are the rows of the tensor."""
     data = next(iter(q.pieces().values()))
     if data.shape[:-1] != q.shape[:-1]:
-        raise NotStorableError(
-            f"views and parts of a quantized tensor must be taken where its rows are, got {q!r} "
-            f"stored as {tuple(data.shape)}; call .dequantize()"
-        )
+        raise NotStorableError(q, "be taken where its rows are", f"rows of {tuple(data.shape)}")
 
 
-def rows_per_entry(fmt: NumberFormat) -> dict[str, int]:
-    """Return how many rows of a tensor each row of its pieces holds."""
-    across, along = (1, 1) if fmt.block is None else fmt.block
-    return {"scale_inv": across, "columnwise_scale_inv": along}
-
-
-def per_matrix(fmt: NumberFormat) -> set[str]:
-    """Return the pieces that have one entry for each matrix."""
-    scales = {"tensor_scale", "columnwise_tensor_scale"}
-    return scales | {"scale_inv"} if fmt.block is None else scales
+def has_scale_of_matrix(fmt: NumberFormat) -> bool:
+    """Tell whether all rows of a matrix share a scale."""
+    return fmt.block is None or fmt.has_tensor_scale
 
 
 def _rows_of_pieces(q: WrapperTensor, start: int, stop: int) -> dict[str, tuple[int, int]]:
@@ -53,18 +49,15 @@ def _rows_of_pieces(q: WrapperTensor, start: int, stop: int) -> dict[str, tuple[
     """
     fmt = q.format
     assert fmt is not None  # only a grouped tensor has none
-    per = {name: rows_per_entry(fmt).get(name, 1) for name in q.pieces()}
-    if per_matrix(fmt) & per.keys():
-        raise NotStorableError(
-            f"a {fmt.name} matrix must not be cut between rows, which share a scale; got "
-            f"{q!r}; store all groups as one 3-D weight, which is cut between groups, or use MXFP8"
-        )
+    if has_scale_of_matrix(fmt):
+        instead = "store all groups as one 3-D weight, which is cut between groups, or use MXFP8"
+        raise NotStorableError(q, "have all rows, which share a scale", (start, stop), instead)
+    of_scales = dict(zip(("scale_inv", "columnwise_scale_inv"), fmt.block or (1, 1), strict=True))
+    per = {name: of_scales.get(name, 1) for name in q.pieces()}
     whole = math.lcm(*per.values())
     if start % whole or (stop % whole and stop != q.shape[-2]):
-        raise NotStorableError(
-            f"rows of a {fmt.name} tensor must be cut in whole blocks of {whole}, got "
-            f"{start} to {stop} of {q!r}; use a multiple of {whole} rows for every shard"
-        )
+        instead = f"use a multiple of {whole} rows for every shard"
+        raise NotStorableError(q, f"have whole blocks of {whole} rows", (start, stop), instead)
     return {name: (start // count, -(-stop // count)) for name, count in per.items()}
 
 
@@ -81,10 +74,7 @@ def cut(q: W, dim: int, start: int, stop: int) -> W:
     if (start, stop) == (0, q.shape[dim]):
         return q.map_pieces(lambda t: t)
     if dim == q.dim() - 1:
-        raise NotStorableError(
-            f"a quantized tensor must be cut before its last dimension, got {q!r}; "
-            "call .dequantize()"
-        )
+        raise NotStorableError(q, "have all of its columns", (start, stop))
     check_rows_kept(q)
     if dim < q.dim() - 2:
         spans = dict.fromkeys(q.pieces(), (start, stop))
@@ -111,14 +101,10 @@ def slice_(
 ) -> WrapperTensor:
     """``aten.slice`` with step 1; errors as :func:`cut`."""
     if step != 1:
-        raise NotStorableError(
-            f"a slice of a quantized tensor must have step 1, got {step}; call .dequantize()"
-        )
+        raise NotStorableError(q, "have step 1", step)
     if depend_on_values(start, stop):
-        raise NotStorableError(
-            "a slice of a quantized tensor must be between rows that are known when it is "
-            f"compiled, got {start} to {stop}; call .dequantize()"
-        )
+        known = "be between rows that are known when it is compiled"
+        raise NotStorableError(q, known, (start, stop))
     size = q.shape[dim]
     start, stop = start or 0, size if stop is None else stop
     start, stop = (at + size if at < 0 else at for at in (start, stop))
@@ -134,17 +120,17 @@ def new_zeros(q: WrapperTensor, size: Sequence[int], **options: Any) -> Tensor:
     if dtype != q.dtype or q.dim() < 2 or len(size) != q.dim() or size[-1] != q.shape[-1]:
         return torch.zeros(size, dtype=dtype, device=device)
     check_rows_kept(q)
-    rows = {} if size[-2] == q.shape[-2] else _rows_of_pieces(q, 0, size[-2])
-
-    def zeros(name: str, piece: Tensor) -> Tensor:
-        shape = [*size[:-2], *piece.shape[q.dim() - 2 :]]
-        if name in rows:
-            shape[-2] = rows[name][1]
-        # Bytes, since E8M0 has no zero.
-        count = math.prod(shape) * piece.element_size()
-        return torch.zeros(count, dtype=torch.uint8, device=device).view(piece.dtype).view(shape)
-
-    pieces = {name: zeros(name, piece) for name, piece in q.pieces().items()}
+    fmt = q.format
+    assert fmt is not None  # only a grouped tensor has none
+    if size[-2] != q.shape[-2]:
+        _rows_of_pieces(q, 0, size[-2])  # raises
+    pieces = {
+        name: torch.empty(shape, dtype=piece_dtype, device=device)
+        for name, (piece_dtype, shape) in kinds_of_pieces(fmt, size).items()
+        if name in q.pieces()
+    }
+    for piece in pieces.values():
+        as_bytes(piece).zero_()  # E8M0 has no zero
     return q.with_pieces(pieces, size)
 
 
@@ -180,26 +166,15 @@ def whole(t: Any) -> Tensor:
 
 
 def shard(t: Tensor, like: Any) -> Any:
-    """``t``, which every rank has, sharded as ``like``, or replicated if that has other sizes.
+    """``t``, which every rank has, sharded as ``like``, or replicated if that has other sizes."""
+    from torch.distributed.tensor import Replicate
 
-    Without communication: each rank keeps a copy of its part.
-    """
-    from torch.distributed.tensor import DTensor, Replicate
-
-    mesh = like.device_mesh
-    if t.shape != like.shape:
-        return DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return _sharded(t, mesh, like.placements)
+    mesh, same = like.device_mesh, t.shape == like.shape
+    return shard_over(t, mesh, like.placements if same else [Replicate()] * mesh.ndim)
 
 
-def shard_rows(t: Tensor, mesh: Any) -> Any:
-    """``t``, which every rank has, cut along its first dimension over a one-dimensional mesh."""
-    from torch.distributed.tensor import Shard
-
-    return _sharded(t, mesh, (Shard(0),))
-
-
-def _sharded(t: Tensor, mesh: Any, placements: Sequence[Any]) -> Any:
+def shard_over(t: Tensor, mesh: Any, placements: Sequence[Any]) -> Any:
+    """``t``, which every rank has, sharded over a mesh; each rank keeps a copy of its part."""
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 

@@ -1,9 +1,7 @@
 """``QuantizedTensor``: a tensor stored in a number format.
 
-It can be a parameter: autograd, optimizers, ``module.to`` and state dicts work. ``detach``,
-``clone``, ``copy_``, ``to``, and views and slices of whole blocks keep the format. Every other
-operation runs on the values and returns ordinary tensors, or views of the values; what is written
-to the tensor or to a view is quantized again.
+It can be a parameter: autograd, optimizers, ``module.to`` and state dicts work. `tensor_dispatch`
+runs the operations.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """ATen operations on quantized and grouped tensors: those that keep the format, and others.
 
-An operation without special treatment runs on the values in the nominal dtype and returns ordinary
+``detach``, ``clone``, ``copy_``, ``to``, and views and slices of whole blocks keep the format. An
+operation without special treatment runs on the values in the nominal dtype and returns ordinary
 tensors, or views of the values. What it writes to a quantized tensor or to a view is quantized.
 """
 
@@ -24,7 +25,7 @@ from fusible.calls import capturing, depend_on_values, is_traced
 from fusible.recipes import sharding
 from fusible.recipes.matrix import as_bytes
 from fusible.recipes.quantization import HIGH_PRECISION
-from fusible.recipes.wrapper import WrapperTensor, overwrite
+from fusible.recipes.wrapper import WrapperTensor, kinds_of_pieces, overwrite
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -316,13 +317,7 @@ class ValuesView(DispatchedTensor):
         return ["q", "values"], (self.dtype, self.plain.storage_offset())
 
     @classmethod
-    def __tensor_unflatten__(
-        cls,
-        inner: dict[str, Any],
-        meta: tuple[Any, ...],
-        outer_size: Sequence[int],
-        outer_stride: Sequence[int],
-    ) -> ValuesView:
+    def __tensor_unflatten__(cls, inner: Any, meta: Any, outer_size: Any, outer_stride: Any) -> Any:
         dtype, offset = meta
         plain = inner["values"].view(dtype).as_strided(outer_size, outer_stride, offset)
         return cls(plain, _SharedValues(inner["q"], inner["values"]))
@@ -402,13 +397,13 @@ def no_implicit_dequantize() -> Iterator[None]:
 def _forbid_implicit(func: Any, x: WrapperTensor) -> None:
     """Raise in ``no_implicit_dequantize``."""
     if _Implicit.forbidden:
+        kind, instead = "quantized", ".dequantize() first"
+        if x.ends is not None:
+            kind = "grouped"
+            instead = ".dequantize() for all rows or .split_into_quantized_tensors() for the groups"
         # No TypeError, which an operator like @ would turn into "unsupported operand".
         raise NotImplementedError(
-            f"{func} is not defined for grouped tensors; nothing was computed; "
-            "call .dequantize() for all rows or .split_into_quantized_tensors() for the groups"
-            if x.ends is not None
-            else f"{func} is not defined for quantized tensors; nothing was computed; "
-            "call .dequantize() first"
+            f"{func} is not defined for {kind} tensors; nothing was computed; call {instead}"
         )
 
 
@@ -476,9 +471,9 @@ def _copy_(
 ) -> WrapperTensor:
     """Copy what is stored if both store alike, else quantize the values; the groups' sizes, too."""
     if isinstance(source, WrapperTensor):
-        alike = target.holds_alike(source)
-        values = None if alike else implicit_values(_aten.copy_.default, source, torch.float32)
-        names = target.pieces() if alike else target.sizes if target.can_group_as(source) else ()
+        names, values = target.held_of(source), None
+        if len(names) < len(target.pieces()):
+            values = implicit_values(_aten.copy_.default, source, torch.float32)
         for name in names:
             overwrite(target, name, getattr(source, name), non_blocking)
         if values is None:
@@ -507,26 +502,13 @@ def _view(q: WrapperTensor, size: Sequence[int]) -> WrapperTensor:
     along = along if q.columnwise_data is not None else across
     whole = rows == new_rows or (new_rows and rows % along == 0 and new_rows % along == 0)
     if shape[-1] != q.shape[-1] or not whole:
-        raise sharding.NotStorableError(
-            f"a view of a {fmt.name} tensor must keep its {q.shape[-1]} columns and whole "
-            f"blocks of {along} rows, got {tuple(shape)} from {tuple(q.shape)}; call .dequantize()"
-        )
-    of_matrices = sharding.per_matrix(fmt)
-    if of_matrices & q.pieces().keys() and shape[:-2].numel() != q.shape[:-2].numel():
-        raise sharding.NotStorableError(
-            f"a view of a {fmt.name} tensor must keep its matrices, each has its own scale, "
-            f"got {tuple(shape)} from {tuple(q.shape)}; call .dequantize()"
-        )
-    per_entry = sharding.rows_per_entry(fmt)
-
-    def regroup(name: str, piece: Tensor) -> Tensor:
-        if name in of_matrices:
-            return piece.view(*shape[:-2], 1)
-        count = piece.shape[-2] if rows == new_rows else new_rows // per_entry.get(name, 1)
-        return piece.view(*shape[:-2], count, piece.shape[-1])
-
-    pieces = {name: regroup(name, piece) for name, piece in q.pieces().items()}
-    return q.with_pieces(pieces, shape)
+        must = f"keep its {q.shape[-1]} columns and whole blocks of {along} rows"
+        raise sharding.NotStorableError(q, must, tuple(shape))
+    if sharding.has_scale_of_matrix(fmt) and shape[:-2].numel() != q.shape[:-2].numel():
+        must = "keep its matrices, each has its own scale"
+        raise sharding.NotStorableError(q, must, tuple(shape))
+    kinds = kinds_of_pieces(fmt, shape)
+    return q.with_pieces({name: t.view(kinds[name][1]) for name, t in q.pieces().items()}, shape)
 
 
 def _change_shape(
@@ -534,15 +516,15 @@ def _change_shape(
 ) -> WrapperTensor:
     """Run an operation that changes the shape in place, to that of ``shaped``, where blocks stay.
 
-    Raises NotStorableError where they would not.
+    Raises ValueError where they would not.
     """
     q, name = args[0], func.overloadpacket.__name__
     try:
         if q.ends is not None or not shaped.is_contiguous() or shaped.numel() != q.numel():
-            raise sharding.NotStorableError("what is stored would have to move or to change size")
+            raise sharding.NotStorableError(q, "keep its size and the order of its rows", name)
         pieces = _view(q, shaped.shape).pieces()
     except sharding.NotStorableError as error:
-        raise sharding.NotStorableError(
+        raise ValueError(
             f"{name} of a quantized or grouped tensor must keep what is stored, got "
             f"{tuple(shaped.shape)} from {q!r}: {error}; nothing was changed; use an operation "
             "that returns another tensor, such as transpose, reshape or unsqueeze"
@@ -562,7 +544,7 @@ def _empty_like(q: WrapperTensor, **options: Any) -> Tensor:
     if device is not None and dtype in HIGH_PRECISION:
         new = {
             name: t.to(device)
-            if name in q.sizes and not t.is_meta
+            if name == "ends" and not t.is_meta
             else torch.empty_like(t, device=device)
             for name, t in q.pieces().items()
         }

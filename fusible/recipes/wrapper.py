@@ -1,14 +1,10 @@
-"""``WrapperTensor``: plain tensors under names that are seen as one tensor.
-
-It says how they are stored and what their values are. `tensor_dispatch` runs the operations on
-them; the classes of users, `QuantizedTensor` and `GroupedTensor`, are made of both.
-"""
+"""How quantized and grouped tensors are stored, and what their values are."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +15,7 @@ from torch.nn import functional
 from fusible.calls import capturing
 from fusible.recipes import hadamard
 from fusible.recipes.formats import NumberFormat
-from fusible.recipes.matrix import QuantizedMatrix, as_bytes
+from fusible.recipes.matrix import QuantizedMatrix, as_bytes, shapes_of
 from fusible.recipes.quantize_ops import dequantize_matrix, quantize_matrix
 from fusible.versions import sources_digest
 
@@ -31,23 +27,20 @@ PIECES = (
     "columnwise_scale_inv",
     "columnwise_tensor_scale",
 )
+_NAMES = (*PIECES, "ends")
 
 
 class WrapperTensor(torch.Tensor):
-    """Base of quantized and grouped tensors: plain tensors under names, seen as one tensor.
+    """Base of `QuantizedTensor` and `GroupedTensor`: plain tensors under names, seen as one tensor.
 
     ``rowwise_data``, ``scale_inv``, ``columnwise_data`` and ``columnwise_scale_inv`` are laid out
     as in ``QuantizedMatrix`` and None if the use is missing; in a format whose blocks have no
-    direction both uses share the row-wise ones.
+    direction both uses share the row-wise ones. ``ends`` and ``uniform`` are of `GroupedTensor`.
     """
 
-    names: ClassVar[tuple[str, ...]] = PIECES
-    sizes: ClassVar[tuple[str, ...]] = ()
-    """Names of the tensors that say where groups are."""
-    flags: ClassVar[tuple[str, ...]] = ()
-    """Attributes that are no tensors, other than ``format``."""
     format: NumberFormat | None
-    ends: Tensor | None = None
+    uniform: bool
+    ends: Tensor | None
     rowwise_data: Tensor | None
     scale_inv: Tensor | None
     columnwise_data: Tensor | None
@@ -62,17 +55,15 @@ class WrapperTensor(torch.Tensor):
         format: NumberFormat | None,
         shape: Sequence[int],
         dtype: torch.dtype,
-        *flags: Any,
+        uniform: bool = False,
     ) -> Self:
         """Assemble from what ``pieces`` returned."""
         device = next(iter(pieces.values())).device
         self = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
         # What would read its memory, of which there is none, raises rather than reads address 0.
         torch._C._set_throw_on_mutable_data_ptr(self)
-        self.format = format
+        self.format, self.uniform = format, uniform
         self.store(pieces)
-        for name, flag in zip(cls.flags, flags, strict=True):
-            setattr(self, name, flag)
         return self
 
     def store(self, pieces: dict[str, Tensor]) -> None:
@@ -80,7 +71,7 @@ class WrapperTensor(torch.Tensor):
 
         torch.compile is handed the bytes.
         """
-        for name in self.names:
+        for name in _NAMES:
             piece = memory = pieces.get(name)
             if name in ("scale_inv", "columnwise_scale_inv"):
                 if piece is not None and piece.dtype == torch.uint8:
@@ -139,7 +130,7 @@ class WrapperTensor(torch.Tensor):
         """Return the values as an ordinary tensor, by default of the nominal dtype.
 
         From the row-wise data if there are any, unless ``columnwise`` says which. Rows past the
-        last group are zero. The gradient passes through unchanged.
+        last group are zero. The gradient passes unchanged.
         """
         dtype = dtype or self.dtype
         if (torch.is_grad_enabled() and self.requires_grad) or forward_ad._current_level >= 0:
@@ -181,8 +172,7 @@ class WrapperTensor(torch.Tensor):
         if self.format is None:
             new = {"rowwise_data": values}
         else:
-            data = next(piece for name, piece in self.pieces().items() if name in PIECES)
-            lead = data.shape[:-1]  # of the matrices whose blocks these are
+            lead = next(iter(self.pieces().values())).shape[:-1]  # of the matrices it is stored as
             values = values.reshape(*lead, self.numel() // max(math.prod(lead), 1))
             rowwise, columnwise = self.has_rowwise, self.columnwise_data is not None
             new = quantized_pieces(
@@ -192,28 +182,21 @@ class WrapperTensor(torch.Tensor):
             overwrite(self, name, piece)
         return self
 
-    def can_group_as(self, other: WrapperTensor) -> bool:
-        """Tell whether the sizes of the groups of ``other``, if it has any, can be stored here."""
-        return (
-            type(self) is type(other)
-            and self.shape == other.shape
-            and all(getattr(other, flag) or not getattr(self, flag) for flag in self.flags)
-            and all(getattr(self, size).shape == getattr(other, size).shape for size in self.sizes)
-        )
-
-    def holds_alike(self, other: WrapperTensor) -> bool:
-        """Tell whether what ``other`` stores can be stored here as it is."""
-        old, new = self.pieces(), other.pieces()
-        return (
-            self.can_group_as(other)
-            and self.format == other.format
-            and old.keys() <= new.keys()
-            and all(new[name].shape == piece.shape for name, piece in old.items())
-        )
+    def held_of(self, other: WrapperTensor) -> list[str]:
+        """Name the pieces of ``other`` that can be stored here: all, ends of groups, or none."""
+        own, new = self.pieces(), other.pieces()
+        if type(self) is not type(other) or self.shape != other.shape:
+            return []
+        if self.uniform and not other.uniform:
+            return []
+        fit = [name for name in own if name in new and own[name].shape == new[name].shape]
+        if self.format == other.format and len(fit) == len(own):
+            return fit
+        return [name for name in fit if name == "ends"]
 
     def pieces(self) -> dict[str, Tensor]:
         """Return the plain tensors it consists of, by attribute name."""
-        present = {name: getattr(self, name) for name in self.names}
+        present = {name: getattr(self, name) for name in _NAMES}
         return {name: piece for name, piece in present.items() if piece is not None}
 
     def with_pieces(
@@ -223,9 +206,8 @@ class WrapperTensor(torch.Tensor):
         dtype: torch.dtype | None = None,
     ) -> Self:
         """Return a tensor of other ``pieces``, and of another shape and nominal dtype if given."""
-        flags = [getattr(self, name) for name in self.flags]
         shape = self.shape if shape is None else shape
-        return type(self)(pieces, self.format, shape, dtype or self.dtype, *flags)
+        return type(self)(pieces, self.format, shape, dtype or self.dtype, self.uniform)
 
     def map_pieces(
         self,
@@ -266,22 +248,20 @@ class WrapperTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: object) -> Any:
         """Be pickled as what it consists of, without history."""
-        kind, flags = type(self), [getattr(self, name) for name in self.flags]
         pieces = {
             # PyTorch loads no pickled tensors of eight-bit floats.
             name: (piece.detach().view(torch.uint8) if piece.itemsize == 1 else piece, piece.dtype)
             for name, piece in self.pieces().items()
         }
-        constants = None if self.format is None else self.format.as_constants()
-        arguments = kind, pieces, constants, self.shape, self.dtype, flags
+        arguments = pieces, self.format_constants, self.shape, self.dtype, (self.uniform,)
         options = isinstance(self, nn.Parameter), self.requires_grad, attributes_of(self)
-        return unpickled, (*arguments, *options)
+        return unpickled, (type(self), *arguments, *options)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         """Name the inner tensors, for torch.compile and FSDP: of E8M0 scales their bytes."""
         e8m0 = torch.float8_e8m0fnu
         names = [n if t.dtype != e8m0 else f"{n}_bytes" for n, t in self.pieces().items()]
-        return names, (self.format, self.dtype, *(getattr(self, name) for name in self.flags))
+        return names, (self.format, self.dtype, self.uniform)
 
     def _stable_hash_for_caching(self) -> str:
         """Say what compiled code depends on, by which PyTorch caches it in files.
@@ -296,15 +276,22 @@ class WrapperTensor(torch.Tensor):
 
     @classmethod
     def __tensor_unflatten__(
-        cls,
-        inner: dict[str, Tensor],
-        meta: tuple[Any, ...],
-        outer_size: Sequence[int],
-        outer_stride: Sequence[int],
+        cls, inner: Any, meta: Any, outer_size: Any, outer_stride: Any
     ) -> Self:
-        fmt, dtype, *flags = meta
+        fmt, dtype, uniform = meta
         pieces = {name.removesuffix("_bytes"): piece for name, piece in inner.items()}
-        return cls(pieces, fmt, outer_size, dtype, *flags)
+        return cls(pieces, fmt, outer_size, dtype, uniform)
+
+
+def kinds_of_pieces(
+    fmt: NumberFormat, shape: Sequence[int]
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Return the dtype and the shape of each piece that a tensor of ``shape`` can have."""
+    dtypes = fmt.element.dtype, fmt.scale_dtype, torch.float32
+    uses = (False, True) if fmt.directional else (False,)
+    kinds = [kind for use in uses for kind in zip(dtypes, shapes_of(shape, fmt, use), strict=True)]
+    named = zip(PIECES, kinds, strict=False)
+    return {name: (dtype, size) for name, (dtype, size) in named if size is not None}
 
 
 def quantized_pieces(
@@ -350,8 +337,8 @@ def attributes_of(t: Tensor) -> dict[str, Any]:
     """Return the attributes that others have set on ``t``, not a quantized tensor's own."""
     own: set[str] = set()
     if isinstance(t, WrapperTensor):
-        bytes_ = (f"{name}_bytes" for name in t.names)
-        own = {"format", "_is_param", *t.names, *t.flags, *bytes_}
+        bytes_ = (f"{name}_bytes" for name in _NAMES)
+        own = {"format", "uniform", "_is_param", *_NAMES, *bytes_}
     return {name: value for name, value in vars(t).items() if name not in own}
 
 

@@ -73,7 +73,7 @@ def test_a_wrong_formula_is_found_and_shrunk(monkeypatch):
     def wrong(dy, x):
         return 1.001 * torch.ops.aten.silu_backward(dy, x)
 
-    row = activations.Plain(formulas.SILU._replace(backward=wrong))
+    row = activations.ActivationFormula(formulas.SILU._replace(backward=wrong))
     monkeypatch.setitem(activations.ACTIVATIONS, "silu", row)
     ops = Op("Bias"), Op("SiLU"), Op("Linear", {"out": 6, "bias": True}), Op("Identity")
     step = Action("step", {"x": "view", "grads": "flat"})
