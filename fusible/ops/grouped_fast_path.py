@@ -29,8 +29,8 @@ from fusible.kernels.grouped.vectors import launch_group_ends
 from fusible.kernels.runtime.launch import TENSOR_TYPES
 from fusible.kernels.sm90.grouped_products import (
     DenseOperand,
-    ProductsByRows,
     can_read_in_place,
+    products_by_rows,
 )
 from fusible.kernels.sm90.operands import is_row_scale
 from fusible.ops.grouped_kernels import LIBRARY, glu_of
@@ -184,8 +184,7 @@ class GroupedFastPath:
     ) -> Any | None:
         """The products of a linear, by rows; None if the kernels do not support its features."""
         shape = op.num_groups, op.out_features, op.in_features
-        products = ProductsByRows(device, dtype, *shape)
-        return products if products.is_supported else None
+        return products_by_rows(device, dtype, *shape)
 
     def __init__(
         self, plan: Plan, key: PlanKey, ops: Sequence[Any], products: Sequence[Any]

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from types import NotImplementedType
 from typing import Any
 
 import torch
@@ -39,7 +38,6 @@ from fusible.kernels.grouped import (
     pytorch,
     stored,
 )
-from fusible.kernels.grouped.groups import checks_enabled
 from fusible.kernels.sm90 import checked_products as sm90
 from fusible.library import define
 from fusible.recipes.formats import FP8_BLOCK, value_dtype
@@ -48,14 +46,10 @@ from fusible.recipes.stored import StoredWeights
 # --- groups ---------------------------------------------------------------------------------------
 
 
-def _group_ends_cuda(split_sizes: Tensor, rows: int) -> Tensor | NotImplementedType:
-    return NotImplemented if checks_enabled() else sm90.group_ends(split_sizes, rows)
-
-
 group_ends = define(
     groups.group_ends,
     lambda sizes, rows: sizes.new_empty(sizes.shape, dtype=torch.int32),
-    [_group_ends_cuda],
+    [sm90.group_ends],
 )
 check_alignment = define(groups.check_alignment)
 
