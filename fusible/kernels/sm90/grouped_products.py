@@ -336,8 +336,8 @@ def can_read_in_place(
     return True
 
 
-ProductsByRows = Callable[[int], Any]
-"""Gives the `WeightProducts` for a number of rows."""
+ProductsByRows = Callable[[int], WeightProducts]
+"""Gives the products for a number of rows."""
 
 
 def products_by_rows(
@@ -354,8 +354,10 @@ def products_by_rows(
     layout_of = (groups, columns, depth), (columns * depth, depth, 1), False
 
     @functools.cache
-    def for_bucket(rows: int) -> WeightProducts | None:
-        return cached_products(device, dtype, *layout_of, rows, b_dtype)
+    def for_bucket(rows: int) -> WeightProducts:
+        products = cached_products(device, dtype, *layout_of, rows, b_dtype)
+        assert products is not None  # since it is supported
+        return products
 
     return lambda rows: for_bucket(tiles.rows_bucket(rows, groups))
 
