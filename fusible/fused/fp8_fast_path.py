@@ -35,8 +35,9 @@ from fusible.kernels.quantize.k_major import (
 from fusible.kernels.runtime.launch import TENSOR_TYPES, aligned
 from fusible.kernels.sm90.grouped_products import (
     ProductsByRows,
-    stored_scales_by_reduction,
-    stored_scales_by_row,
+    products_by_rows,
+    scales_by_reduction,
+    scales_by_row,
 )
 from fusible.ops.grouped_fast_path import AccumulatingContexts, GroupedFastPath
 from fusible.ops.grouped_kernels import is_memory_of
@@ -71,7 +72,7 @@ class _Products(NamedTuple):
     def weight_grad(self, dy: StoredOperand, x: StoredOperand, ends: Tensor) -> Tensor:
         """``dy.T @ x`` of each group."""
         products = self.wgrad(dy.data.shape[1])
-        scales = stored_scales_by_reduction(dy.scale, x.scale)
+        scales = scales_by_reduction(dy.scale, x.scale)
         # Without `out` there is a result.
         return products.wgrad(dy.data.t(), x.data.t(), ends, operand_scales=scales)  # type: ignore[return-value]
 
@@ -85,7 +86,7 @@ def _product(
     row_scale: Tensor | None = None,
     reads_ahead: bool = False,
 ) -> Tensor:
-    products, scales = by_rows(x.data.shape[0]), stored_scales_by_row(x.scale, w.scale)
+    products, scales = by_rows(x.data.shape[0]), scales_by_row(x.scale, w.scale)
     operands = x.data, w.data.data_ptr(), ends, bias, row_scale
     return products.forward(*operands, operand_scales=scales, reads_ahead=reads_ahead)
 
@@ -124,12 +125,12 @@ class Fp8MLPFastPath(GroupedFastPath):
         formats = [recipe.format(role) for role in ("input", "weight", "grad")]
         x, w, dy = [fmt.element.dtype for fmt in formats]
         groups, columns, depth = op.num_groups, op.out_features, op.in_features
-        products = _Products(
-            ProductsByRows(device, x, groups, columns, depth, w),
-            ProductsByRows(device, dy, groups, depth, columns, w),
-            ProductsByRows(device, dy, groups, columns, depth, x),
+        products = (
+            products_by_rows(device, x, groups, columns, depth, w),
+            products_by_rows(device, dy, groups, depth, columns, w),
+            products_by_rows(device, dy, groups, columns, depth, x),
         )
-        return products if all([of.is_supported for of in products]) else None
+        return None if None in products else _Products(*products)  # type: ignore[arg-type]
 
     def __init__(
         self, plan: Plan, key: PlanKey, ops: Sequence[Any], products: Sequence[Any]
@@ -194,7 +195,7 @@ class Fp8MLPFastPath(GroupedFastPath):
             self._glu,
             fc1.first_bias(params),
             self._trains,
-            operand_scales=stored_scales_by_row(x_row.scale, w.scale),
+            operand_scales=scales_by_row(x_row.scale, w.scale),
             out_format=self._x_format if self._quantizes_act else None,
         )
         del x_row, w  # their memory serves what follows

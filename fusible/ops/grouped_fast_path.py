@@ -27,7 +27,7 @@ from fusible.kernels.glu import Glu
 from fusible.kernels.grouped.groups import checks_enabled
 from fusible.kernels.grouped.vectors import launch_group_ends
 from fusible.kernels.runtime.launch import TENSOR_TYPES
-from fusible.kernels.sm90.grouped_products import DenseOperand, ProductsByRows, can_read_in_place
+from fusible.kernels.sm90.grouped_products import DenseOperand, can_read_in_place, products_by_rows
 from fusible.kernels.sm90.operands import is_row_scale
 from fusible.ops.grouped_kernels import LIBRARY, glu_of
 from fusible.ops.op import Grads
@@ -177,8 +177,7 @@ class GroupedFastPath:
     ) -> Any | None:
         """The products of a linear, by rows; None if the kernels do not support its features."""
         shape = op.num_groups, op.out_features, op.in_features
-        products = ProductsByRows(device, dtype, *shape)
-        return products if products.is_supported else None
+        return products_by_rows(device, dtype, *shape)
 
     def __init__(
         self, plan: Plan, key: PlanKey, ops: Sequence[Any], products: Sequence[Any]

@@ -1,7 +1,7 @@
 """Grouped products of few rows on SM90, which read the weights of an inference as they are stored.
 
-The functions have the signatures of `fusible.kernels.grouped.stored`, and return NotImplemented for
-what the kernels do not support, and where dequantizing the weights is faster.
+The functions have the signatures of `definitions.stored_mm` and `stored_glu`, and return
+NotImplemented for what the kernels do not support, and where dequantizing the weights is faster.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def grouped_mm(
     bias: Tensor | None = None,
     row_scale: Tensor | None = None,
 ) -> Tensor | NotImplementedType:
-    """`stored.grouped_mm`."""
+    """`definitions.stored_mm`."""
     return _product(x, w, fmt, ends, bias, row_scale, None)
 
 
@@ -56,7 +56,7 @@ def grouped_glu(
     glu: Glu,
     bias: Tensor | None = None,
 ) -> Tensor | NotImplementedType:
-    """`stored.grouped_glu`."""
+    """`definitions.stored_glu`."""
     return _product(x, w, fmt, ends, bias, scales, glu)
 
 
@@ -92,23 +92,10 @@ def _product(
     )
     # A group without rows has no tiles; the rows past the last group are one more.
     tiles = (min(groups, rows) + 1) * -(-columns // spec.width)
-    launch(
-        "few_rows.product.product",
-        (spec,),
-        x.device,
-        aligned(x),
-        *_addresses(w, fmt, x.device),
-        ends,
-        bias,
-        scales,
-        out,
-        rows,
-        columns,
-        depth,
-        groups,
-        *((0.0, 0.0, 0.0) if glu is None else glu[2:]),
-        min(tiles, multiprocessors(x.device) * RESIDENT),
-    )
+    blocks = min(tiles, multiprocessors(x.device) * RESIDENT)
+    tensors = aligned(x), *_addresses(w, fmt, x.device), ends, bias, scales, out
+    sizes, constants = (rows, columns, depth, groups), (0.0, 0.0, 0.0) if glu is None else glu[2:]
+    launch("few_rows.product.product", (spec,), x.device, *tensors, *sizes, *constants, blocks)
     return out
 
 

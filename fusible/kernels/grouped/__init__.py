@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from types import NotImplementedType
 from typing import Any
 
 import torch
@@ -31,15 +30,7 @@ from fusible import flops
 from fusible.formulas import math_dtype
 from fusible.kernels import few_rows
 from fusible.kernels.glu import Glu
-from fusible.kernels.grouped import (
-    bias_gradients,
-    definitions,
-    groups,
-    portable,
-    pytorch,
-    stored,
-)
-from fusible.kernels.grouped.groups import checks_enabled
+from fusible.kernels.grouped import bias_gradients, definitions, groups, portable, pytorch
 from fusible.kernels.sm90 import checked_products as sm90
 from fusible.library import define
 from fusible.recipes.formats import FP8_BLOCK, SAVED_INPUT, NumberFormat, value_dtype
@@ -48,14 +39,10 @@ from fusible.recipes.stored import StoredWeights
 # --- groups ---------------------------------------------------------------------------------------
 
 
-def _group_ends_cuda(split_sizes: Tensor, rows: int) -> Tensor | NotImplementedType:
-    return NotImplemented if checks_enabled() else sm90.group_ends(split_sizes, rows)
-
-
 group_ends = define(
     groups.group_ends,
     lambda sizes, rows: sizes.new_empty(sizes.shape, dtype=torch.int32),
-    [_group_ends_cuda],
+    [sm90.group_ends],
 )
 check_alignment = define(groups.check_alignment)
 
@@ -173,16 +160,16 @@ def _stored_glu_fake(x: Tensor, w: StoredWeights, *rest: Any) -> Tensor:
 
 
 stored_mm = define(
-    stored.grouped_mm,
+    definitions.stored_mm,
     lambda x, w, *_: x.new_empty(x.shape[0], w.data[0].shape[-2]),
-    [few_rows.grouped_mm, partial(stored.grouped_mm, product=_grouped_mm)],
+    [few_rows.grouped_mm, partial(definitions.stored_mm, product=_grouped_mm)],
     flops.stored_product,
     name="grouped_mm_stored",
 )
 stored_glu = define(
-    stored.grouped_glu,
+    definitions.stored_glu,
     _stored_glu_fake,
-    [few_rows.grouped_glu, partial(stored.grouped_glu, product=grouped_glu)],
+    [few_rows.grouped_glu, partial(definitions.stored_glu, product=grouped_glu)],
     flops.stored_product,
     name="grouped_glu_stored",
 )

@@ -22,6 +22,7 @@ from fusible.kernels.quantize.k_major import quantize_k_major
 from fusible.kernels.stacking import stacked, write
 from fusible.recipes.blocks import with_zero_tail
 from fusible.recipes.formats import BLOCKS, FP8_BLOCK, SAVED_INPUT, NumberFormat, value_dtype
+from fusible.recipes.stored import StoredWeights
 
 
 def _sizes(ends: Tensor) -> list[int]:
@@ -176,6 +177,38 @@ def grouped_glu_quantized(  # noqa: PLR0913, PLR0917 (those of `grouped_glu` and
         assert saved is not None
         preact, preact_scale = saved.data, saved.scale.t()
     return preact, row.data, row.scale.t(), preact_scale
+
+
+def stored_mm(
+    x: Tensor,
+    w: StoredWeights,
+    fmt: NumberFormat,
+    ends: Tensor,
+    bias: Tensor | None = None,
+    row_scale: Tensor | None = None,
+    *,
+    product: Callable[..., Tensor] = grouped_mm,
+) -> Tensor:
+    """`grouped_mm` of weights stored in a format, by their values in x's dtype.
+
+    A kernel that reads the weights as they are stored need not round the values.
+    """
+    return product(x, w.values(fmt, x), ends, bias, row_scale)
+
+
+def stored_glu(
+    x: Tensor,
+    w: StoredWeights,
+    fmt: NumberFormat,
+    ends: Tensor,
+    scales: Tensor | None,
+    glu: Glu,
+    bias: Tensor | None = None,
+    *,
+    product: Callable[..., tuple[Tensor, Tensor]] = grouped_glu,
+) -> Tensor:
+    """The activation of `grouped_glu`, as `stored_mm`."""
+    return product(x, w.values(fmt, x), ends, scales, glu, bias, False)[1]
 
 
 @torch.no_grad()

@@ -28,16 +28,8 @@ def launch_tile_sums(partials: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
     if partials.shape[0] == rows:
         return cast(partials, dtype)
     sums = partials.new_empty(rows, dtype=dtype)
-    which = (_name(dtype),)
-    launch(
-        "grouped.vectors.TileSums",
-        which,
-        partials.device,
-        partials,
-        sums,
-        partials.shape[0] // rows,
-        rows,
-    )
+    which, tiles = (_name(dtype),), partials.shape[0] // rows
+    launch("grouped.vectors.TileSums", which, partials.device, partials, sums, tiles, rows)
     return sums
 
 

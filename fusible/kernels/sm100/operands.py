@@ -203,8 +203,7 @@ def dglu(
     its ``d``; without ``bias`` the third has no rows.
     """
     *d, dprob, dbias = ops.dglu(_product(dy, w, padded), c, prob, bias, glu)
-    dprob = dprob[:-1] if padded.rows is None else unpad_rows(dprob, padded)
-    return _written(_format_of(dy), *d), dprob, dbias
+    return _written(_format_of(dy), *d), unpad_rows(dprob, padded), dbias
 
 
 def gemm(

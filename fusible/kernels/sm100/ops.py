@@ -24,15 +24,12 @@ from fusible.kernels.sm100 import limits
 from fusible.kernels.sm100.checks import (
     FP4,
     FP8,
+    SCALES,
     VECTOR,
-    Rows,
-    Weights,
     check_aligned,
-    check_bias,
     check_contiguous,
-    check_padded_ends,
-    check_rows,
-    check_weights,
+    check_matrix,
+    check_packed_scales,
     require,
 )
 from fusible.kernels.sm100.launch import before_launch
@@ -88,10 +85,6 @@ def _run(
 # --- arguments that all kernels share -------------------------------------------------------------
 
 
-def _element(dtype: torch.dtype) -> torch.dtype:
-    return torch.float4_e2m1fn_x2 if dtype == FP4 else dtype
-
-
 def _as_element(t: Tensor) -> Tensor:
     return t.view(torch.float4_e2m1fn_x2) if t.dtype == FP4 else t
 
@@ -120,39 +113,39 @@ def _table(tensors: Sequence[Tensor]) -> Tensor:
     return pointer_table(pointers, device)
 
 
-def _weight_arguments(p: ProductOperands, weights: Weights, n_major: bool) -> dict[str, Any]:
+def _weight_arguments(p: ProductOperands, n: int, n_major: bool) -> dict[str, Any]:
     w, scales, major = p.w, p.w_scales, {"b_major": "n" if n_major else "k"}
     # Matrices that were allocated side by side are a dense tensor to the kernel.
-    together = w[0] if weights.dense else None if scales else side_by_side(w)
+    together = w[0] if w[0].ndim == 3 else None if scales else side_by_side(w)
     if together is not None:
         dense: dict[str, Any] = {"b_tensor": _as_element(together), **major}
         return {**dense, "sfb_tensor": scales[0]} if scales else dense
-    tables: dict[str, Any] = {"b_ptrs": _table(w), "n": weights.n, **major}
-    tables["b_dtype"] = _element(w[0].dtype)
+    b_dtype = _as_element(w[0]).dtype
+    tables: dict[str, Any] = {"b_ptrs": _table(w), "n": n, "b_dtype": b_dtype, **major}
     return {**tables, "sfb_ptrs": _table(scales)} if scales else tables
 
 
 def _multiply(
     wrapper: str,
     p: ProductOperands,
-    weights: Weights,
+    n: int,
     n_major: bool,
     configuration: tuple[Any, ...],
     alpha: Tensor | None,
     **arguments: Any,
 ) -> Any:
     """Call the kernel of a product of rows, ``configuration`` being its options."""
-    x = p.x
-    operands = _weight_arguments(p, weights, n_major)
+    x, w = p.x, p.w
+    operands = _weight_arguments(p, n, n_major)
     if x.dtype in VECTOR:
         operands |= {"sfa_tensor": p.x_scales, "sf_vec_size": VECTOR[x.dtype]}
     return _run(
         x.device,
         wrapper,
-        (x.dtype, weights, "b_tensor" in operands, n_major, *configuration),
+        (x.dtype, len(w), w[0].shape, "b_tensor" in operands, n_major, *configuration),
         a_tensor=_as_element(x),
         padded_offsets=p.ends,
-        alpha_tensor=_ones_of(weights.groups, x.device) if alpha is None else alpha,
+        alpha_tensor=_ones_of(p.ends.shape[0], x.device) if alpha is None else alpha,
         acc_dtype=torch.float32,
         m_aligned=limits.GROUP_ROWS,
         use_dynamic_sched=True,
@@ -169,29 +162,14 @@ def _quantizing(x: Tensor) -> dict[str, Any]:
     return {"d_dtype": FP8, "norm_const_tensor": one, "discrete_col_sfd": True}
 
 
-def _glu_arguments(glu: Glu, dtype: torch.dtype, prefix: str = "") -> dict[str, Any]:
+def _glu_arguments(glu: Glu, prefix: str = "") -> dict[str, Any]:
     activation, interleave, limit, slope, offset = glu
-    require(
-        activation in activations.SM100_ACTIVATIONS,
-        f"activation must be one of {', '.join(activations.SM100_ACTIVATIONS)}",
-        activation,
-    )
     require(interleave == limits.INTERLEAVE, f"interleave must be {limits.INTERLEAVE}", interleave)
     function = {"act_func": prefix + activations.SM100_ACTIVATIONS[activation]}
-    require(
-        dtype != torch.bfloat16 or activation in limits.BF16_ACTIVATIONS,
-        f"activation must be one of {', '.join(limits.BF16_ACTIVATIONS)} with BF16 operands",
-        activation,
-    )
     if activation == "swiglu":
         return function
     if activation == "situglu":
         return {**function, "situ_beta1": limit, "situ_beta2": slope}
-    require(
-        dtype != torch.bfloat16 or (limit, slope) == limits.BF16_GEGLU,
-        f"limit and alpha of clamped_qgeglu must be {limits.BF16_GEGLU} with BF16 operands",
-        (limit, slope),
-    )
     return {
         **function,
         "linear_offset": offset,
@@ -201,13 +179,24 @@ def _glu_arguments(glu: Glu, dtype: torch.dtype, prefix: str = "") -> dict[str, 
     }
 
 
-def _checked(p: ProductOperands, n_major: bool) -> tuple[Rows, Weights]:
-    rows = check_rows("x", p.x, p.x_scales)
-    weights = check_weights(p.w, p.w_scales, rows, p.x.device, n_major)
-    check_padded_ends(p.ends, weights.groups, rows.rows, p.x.device)
+def _checked(p: ProductOperands, n_major: bool, bias: Tensor | None = None) -> int:
+    """The features that a product gives, of operands that are checked."""
+    x, w, device = p.x, p.w, p.x.device
+    groups = (w[0].shape[0] if w[0].ndim == 3 else len(w),)
+    n, k = reversed(w[0].shape[-2:]) if n_major else w[0].shape[-2:]
+    check_aligned("x", x)
+    check_contiguous("ends", p.ends, torch.int32, groups, device)
     if p.alpha is not None:
-        check_contiguous("alpha", p.alpha, torch.float32, (weights.groups,), p.x.device)
-    return rows, weights
+        check_contiguous("alpha", p.alpha, torch.float32, groups, device)
+    for i, t in enumerate(w):
+        check_matrix(f"w[{i}]", t, x.dtype, w[0].shape, device)
+    if w[0].ndim == 2:  # of these the front end gets the addresses
+        for i, scales in enumerate(p.w_scales):
+            check_packed_scales(f"w[{i}]", scales, x.dtype, n, 2 * k if x.dtype == FP4 else k)
+    require(k == x.shape[1], f"x and w must share the reduced dimension {x.shape[1]}", k)
+    if bias is not None:
+        check_matrix("bias", bias, torch.bfloat16, (*groups, n), device)
+    return n
 
 
 def _numbers(x: Tensor) -> int:
@@ -286,18 +275,17 @@ def _glu(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See `fusible.kernels.sm100.operands.glu`."""
     x = operands.x
-    rows, weights = _checked(operands, n_major=False)
-    check_bias(bias, weights, x.device)
-    check_contiguous("prob", prob, torch.float32, (rows.rows,), x.device)
-    arguments = _glu_arguments(glu, x.dtype)
-    if rows.rows == 0:
+    n = _checked(operands, False, bias)
+    check_contiguous("prob", prob, torch.float32, x.shape[:1], x.device)
+    arguments = _glu_arguments(glu)
+    if len(x) == 0:
         return _glu_outputs(operands)
     if x.dtype == torch.bfloat16:
         arguments |= {"sfa_tensor": None, "generate_c": True}
     out = _multiply(
         "grouped_gemm_glu",
         operands,
-        weights,
+        n,
         False,
         (bias is not None, *arguments.values()),
         operands.alpha,
@@ -329,35 +317,34 @@ def _dglu(
     """See `fusible.kernels.sm100.operands.dglu`."""
     x, alpha = operands.x, operands.alpha
     n_major = x.dtype != FP4
-    rows, weights = _checked(operands, n_major)
-    check_contiguous("prob", prob, torch.float32, (rows.rows,), x.device)
-    check_contiguous("c", c, torch.bfloat16, (rows.rows, 2 * weights.n), x.device)
-    check_aligned("c", c)
-    arguments = _glu_arguments(glu, x.dtype, "d")
-    if rows.rows == 0:
+    n = _checked(operands, n_major)
+    check_contiguous("prob", prob, torch.float32, x.shape[:1], x.device)
+    check_matrix("c", c, torch.bfloat16, (x.shape[0], 2 * n), x.device)
+    arguments = _glu_arguments(glu, "d")
+    if len(x) == 0:
         return _dglu_outputs(operands, c, prob, bias, glu)
     if x.dtype == torch.bfloat16:
         arguments["sfa_tensor"] = None
     # One value more, the gradient of rows in no group. The kernel adds to what it finds.
-    dprob = x.new_zeros(rows.rows + 1, dtype=torch.float32)
+    dprob = x.new_zeros(x.shape[0] + 1, dtype=torch.float32)
     if x.dtype in VECTOR and not bias and torch.are_deterministic_algorithms_enabled():
         arguments["deterministic"] = True
     out = _multiply(
         "grouped_gemm_dglu",
         operands,
-        weights,
+        n,
         n_major,
         (bias, *arguments.values()),
         None if alpha is None else alpha.sqrt(),  # the kernel multiplies by alpha twice
         **_quantizing(x),
         **arguments,
         c_tensor=c,
-        beta_tensor=_ones_of(weights.groups, x.device),
+        beta_tensor=_ones_of(operands.ends.shape[0], x.device),
         prob_tensor=prob,
         dprob_tensor=dprob[:-1],
         generate_dbias=bias,
     )
-    dbias = out["dbias_tensor"].flatten(1) if bias else c.new_empty(0, 2 * weights.n)
+    dbias = out["dbias_tensor"].flatten(1) if bias else c.new_empty(0, 2 * n)
     return *_activated(out, x, "d_row_tensor"), dprob, dbias
 
 
@@ -384,19 +371,18 @@ def _gemm(
     """See `fusible.kernels.sm100.operands.gemm`."""
     x = operands.x
     n_major = transpose_w and x.dtype != FP4
-    rows, weights = _checked(operands, n_major)
-    check_bias(bias, weights, x.device)
+    rows, n = x.shape[0], _checked(operands, n_major, bias)
     if row_scale is not None:
         require(bias is not None, "row_scale must come with the bias that it scales", "no bias")
-        check_contiguous("row_scale", row_scale, torch.float32, (rows.rows,), x.device)
-    out = x.new_empty(rows.rows + 1, weights.n, dtype=torch.bfloat16)
+        check_contiguous("row_scale", row_scale, torch.float32, (rows,), x.device)
+    out = x.new_empty(rows + 1, n, dtype=torch.bfloat16)
     out[-1].zero_()
-    if rows.rows == 0:
+    if rows == 0:
         return out
     configuration = bias is not None, row_scale is not None
     if x.dtype == torch.bfloat16:
         # This kernel has no form without prob, which multiplies the bias, or the product alone.
-        prob = x.new_ones(rows.rows, dtype=torch.float32) if row_scale is None else row_scale
+        prob = x.new_ones(rows, dtype=torch.float32) if row_scale is None else row_scale
         wrapper, arguments = "grouped_gemm", dict[str, Any](prob_tensor=prob)
     else:
         # The maximum per group that the kernel can find costs a fill and atomics.
@@ -405,7 +391,7 @@ def _gemm(
     _multiply(
         wrapper,
         operands,
-        weights,
+        n,
         n_major,
         configuration,
         operands.alpha,
@@ -443,16 +429,16 @@ def _wgrad(operands: WgradOperands, out_dtype: torch.dtype) -> Tensor:
 def _wgrad_(out: Sequence[Tensor], operands: WgradOperands, accumulate: bool) -> None:
     """See `fusible.kernels.sm100.operands.wgrad_`."""
     dy, dy_scales, x, x_scales, ends, *_ = operands
-    left, right = check_rows("dy", dy, dy_scales, True), check_rows("x", x, x_scales, True)
-    require(
-        (left.rows, left.dtype) == (right.rows, right.dtype),
-        "dy and x must share rows and dtype",
-        f"{left.rows} of {left.dtype} and {right.rows} of {right.dtype}",
-    )
-    groups, features = ends.shape[0], (left.depth, right.depth)
-    check_padded_ends(ends, groups, left.rows, x.device)
+    rows, along = (2 * x.shape[1], 0) if x.dtype == FP4 else (x.shape[0], 1)
+    groups, features = ends.shape[0], (dy.shape[along], x.shape[along])
+    for name, t, scales in (("dy", dy, dy_scales), ("x", x, x_scales)):
+        check_aligned(name, t)
+        if t.dtype in VECTOR:
+            shape = -(-t.shape[along] // 128) * 128, rows // VECTOR[t.dtype]
+            check_contiguous(f"scales of {name}", scales, SCALES[t.dtype], shape, x.device)
+    check_contiguous("ends", ends, torch.int32, (groups,), x.device)
     _check_grads(out, features, groups)
-    if left.rows == 0:
+    if rows == 0:
         # No rows, no valid strides for the kernel: nothing is added.
         for t in () if accumulate else out:
             t.zero_()
@@ -502,17 +488,8 @@ def _wgrad_arguments(p: WgradOperands, groups: int) -> dict[str, Any]:
 
 
 def _check_grads(out: Sequence[Tensor], shape: tuple[int, int], groups: int) -> None:
-    dense = len(out) == 1 and out[0].ndim == 3
-    wanted = [(groups, *shape)] if dense else [shape] * groups
-    require(
-        [tuple(t.shape) for t in out] == wanted,
-        f"out must be one tensor {(groups, *shape)} or {groups} of {shape}",
-        [tuple(t.shape) for t in out],
-    )
+    dense, dtype = len(out) == 1 and out[0].ndim == 3, out[0].dtype
+    require(dtype in (torch.bfloat16, torch.float32), "out must be BF16 or FP32", dtype)
+    require(dense or len(out) == groups, f"out must be one tensor or {groups}", len(out))
     for t in out:
-        require(
-            t.dtype in (torch.bfloat16, torch.float32) and t.dtype == out[0].dtype,
-            "out must be BF16 or FP32 throughout",
-            t.dtype,
-        )
-        check_aligned("out", t)
+        check_matrix("out", t, dtype, (groups, *shape) if dense else shape, out[0].device)

@@ -66,9 +66,7 @@ def pad_rows(t: Tensor, padded: PaddedGroups) -> Tensor:
 def unpad_rows(t: Tensor, padded: PaddedGroups, out: Tensor | None = None) -> Tensor:
     """The rows without padding; ``t`` has one row more, which rows of no group get."""
     if padded.rows is None:
-        return t
-    if out is None:
-        return t.index_select(0, padded.rows)
+        return t[:-1]
     return torch.index_select(t, 0, padded.rows, out=out)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fusible.activations import ACTIVATIONS, GATED
 from fusible.kernels.glu import Glu
+from fusible.kernels.grouped.groups import checks_enabled
 from fusible.kernels.grouped.vectors import launch_group_ends
 from fusible.kernels.runtime.launch import TENSOR_TYPES, aligned
 from fusible.kernels.sm90 import limits, tiles
@@ -23,7 +24,6 @@ from fusible.kernels.sm90.grouped_products import (
     WeightProducts,
     cached_products,
     scales_by_reduction,
-    scales_by_row,
 )
 from fusible.kernels.sm90.launch import NO_SCALES
 from fusible.kernels.sm90.operands import (
@@ -43,9 +43,9 @@ from fusible.recipes.formats import FP8_BLOCK, NumberFormat, value_dtype
 
 
 def group_ends(split_sizes: Tensor, rows: int) -> Tensor | NotImplementedType:
-    """The end row of each group, int32 ``[E]``, at most ``rows``; negative sizes count as 0."""
+    """`groups.group_ends`, but under `checking`."""
     integers = split_sizes.dtype in (torch.int64, torch.int32) and split_sizes.ndim == 1
-    if not (integers and supports(split_sizes.device, torch.bfloat16)):
+    if checks_enabled() or not (integers and supports(split_sizes.device, torch.bfloat16)):
         return NotImplemented
     return launch_group_ends(split_sizes.contiguous(), rows)
 
@@ -72,8 +72,8 @@ def _operands(
     w: Sequence[Tensor],
     ends: Tensor,
     transpose: bool,
-    x_scale: Tensor | None,
-    w_scale: Tensor | None,
+    x_scale: Tensor | None = None,
+    w_scale: Tensor | None = None,
 ) -> _Operands | None:
     """Checked operands and the launches of their products; None if no kernel supports them.
 
@@ -130,7 +130,7 @@ def _scaled_operands(
     for_rows, layout_of = tiles.rows_bucket(rows, groups), (shape, weight.stride(), False)
     products = cached_products(x.device, x.dtype, *layout_of, for_rows, weight.dtype)
     assert products is not None
-    scales = scales_by_row(x_scale, w_scale)
+    scales = x_scale.data_ptr(), w_scale.data_ptr(), *x_scale.stride(), *w_scale.stride()
     w = w if weight is w[0] else [weight]  # `grouped_mm` tells a copy by the list
     return _Operands(x, 0, w, shape, weight.data_ptr(), 0, products, scales)
 
@@ -163,13 +163,12 @@ def _copied(name: str, x: Tensor, w: Sequence[Tensor]) -> tuple[Sequence[Tensor]
 
 
 def _products(
-    x: Tensor, matrices: Matrices, a_dtype: torch.dtype | None = None
+    a: Tensor, matrices: Matrices, b_dtype: torch.dtype | None = None
 ) -> WeightProducts | None:
-    """The launches for rows ``x``; ``a_dtype`` is the first operand's if that is another."""
+    """The launches for rows ``a``; ``b_dtype`` is the second operand's if they are FP8."""
     _, shape, strides, pointers = matrices
-    rows, a_dtype = tiles.rows_bucket(x.shape[0], shape[0]), a_dtype or x.dtype
-    b_dtype = None if a_dtype == x.dtype else x.dtype
-    return cached_products(x.device, a_dtype, shape, strides, pointers is not None, rows, b_dtype)
+    rows = tiles.rows_bucket(a.shape[0], shape[0])
+    return cached_products(a.device, a.dtype, shape, strides, pointers is not None, rows, b_dtype)
 
 
 def grouped_mm(
@@ -259,7 +258,7 @@ def grouped_dglu(
     zero_tail: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor] | NotImplementedType:
     """`definitions.grouped_dglu`."""
-    operands = _operands("dy", dy, w, ends, True, None, None)
+    operands = _operands("dy", dy, w, ends, True)
     if operands is None:
         return NotImplemented
     dy, pitch, w, shape, address, table, products, *_ = operands
@@ -328,7 +327,7 @@ def _gradient_operands(
         return None
     # Of the weight, only its shape matters here.
     matrices = Matrices(0, shape, (shape[1] * shape[2], shape[2], 1))
-    products = _products(x, matrices, dy.dtype if scaled else None)
+    products = _products(dy if scaled else x, matrices, x.dtype if scaled else None)
     if products is None:
         return None
     if dy.shape[0] != x.shape[0] or dy.device != x.device or (dy.dtype != x.dtype and not scaled):

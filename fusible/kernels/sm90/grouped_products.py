@@ -6,7 +6,7 @@ Nothing here checks or copies an operand; `checked_products` does, for operands 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,10 +17,7 @@ from fusible.kernels.grouped.vectors import launch_tile_sums
 from fusible.kernels.runtime.gpu import multiprocessors
 from fusible.kernels.runtime.launch import TENSOR_TYPES
 from fusible.kernels.sm90 import limits, tiles
-from fusible.kernels.sm90.launch import (
-    NO_SCALES,
-    Launch,
-)
+from fusible.kernels.sm90.launch import NO_SCALES, Launch
 from fusible.kernels.sm90.operands import (
     DTYPE_NAMES,
     Matrices,
@@ -182,18 +179,7 @@ class WeightProducts:
         if y is None:
             columns = self._depth if transpose else self._columns
             y = x.new_empty(x.shape[0], columns, dtype=self.value_dtype)
-        launch(
-            x.shape[0],
-            x.data_ptr(),
-            w,
-            y.data_ptr(),
-            ends.data_ptr(),
-            table=table,
-            bias=0 if bias is None else bias.data_ptr(),
-            scales=0 if row_scale is None else row_scale.data_ptr(),
-            operand_scales=operand_scales,
-            zero_tail=zero_tail,
-        )
+        launch(x, w, y.data_ptr(), ends, bias, row_scale, table, operand_scales, zero_tail)
         return y
 
     def dgrad(self, dy: Tensor, w: int, ends: Tensor) -> Tensor:
@@ -201,7 +187,7 @@ class WeightProducts:
         key = "store", True, False, None, None, False, 0, 0, _NOT_QUANTIZED, False
         launch = self._launches.get(key) or self._rows_launch(*key)
         dx = dy.new_empty(dy.shape[0], self._depth)
-        launch(dy.shape[0], dy.data_ptr(), w, dx.data_ptr(), ends.data_ptr())
+        launch(dy, w, dx.data_ptr(), ends)
         return dx
 
     def glu(
@@ -235,20 +221,12 @@ class WeightProducts:
             of_blocks = (-(-columns // FP8_BLOCK), kept) if quantize_preact else (0,)
             preact_scales = row_scales.new_empty(*of_blocks)
         out = x.new_empty(rows, features, dtype=dtype)
+        operands = x, w, out.data_ptr(), ends, bias, scales, table, operand_scales, zero_tail
         launch(
-            rows,
-            x.data_ptr(),
-            w,
-            out.data_ptr(),
-            ends.data_ptr(),
+            *operands,
             preact=preact_scales.data_ptr() if quantize_preact else 0,
             d_preact=(preact if save_preact else out).data_ptr(),
-            table=table,
-            bias=0 if bias is None else bias.data_ptr(),
-            scales=0 if scales is None else scales.data_ptr(),
             row_results=0 if row_scales is None else row_scales.data_ptr(),
-            operand_scales=operand_scales,
-            zero_tail=zero_tail,
         )
         return (preact, out) if row_scales is None else (preact, out, row_scales, preact_scales)
 
@@ -277,18 +255,12 @@ class WeightProducts:
         act = dy.new_empty(rows, self._depth)
         sums = 0 if scales is None else launch.tiles_across
         partials = dy.new_empty(sums * rows, dtype=torch.float32)
+        operands = dy, w, act.data_ptr(), ends, None, scales, table, NO_SCALES, zero_tail
         launch(
-            rows,
-            dy.data_ptr(),
-            w,
-            act.data_ptr(),
-            ends.data_ptr(),
+            *operands,
             preact=preact.data_ptr(),
             d_preact=d_preact.data_ptr(),
-            table=table,
-            scales=0 if scales is None else scales.data_ptr(),
             row_results=partials.data_ptr(),
-            zero_tail=zero_tail,
         )
         dscales = partials if scales is None else launch_tile_sums(partials, rows, scales.dtype)
         return d_preact, act, dscales
@@ -308,7 +280,7 @@ class WeightProducts:
 
         With ``out`` of ``out_dtype``, `grouped_wgrad_`.
         """
-        (rows, columns), depth, into = a.shape, b.shape[1], None
+        columns, depth, into = a.shape[1], b.shape[1], None
         if out is not None:
             into = out.strides, out_dtype, out.pointers is not None
         same_scale = operand_scales[-2] == 0  # the distance of those of two columns
@@ -319,15 +291,7 @@ class WeightProducts:
         else:
             dw = a.new_empty(self._groups, columns, depth, dtype=self.value_dtype)
             address, table = dw.data_ptr(), 0
-        launch(
-            rows,
-            a.data_ptr(),
-            b.data_ptr(),
-            address,
-            ends.data_ptr(),
-            table=table,
-            operand_scales=operand_scales,
-        )
+        launch(a, b.data_ptr(), address, ends, None, None, table, operand_scales)
         return dw
 
 
@@ -382,58 +346,43 @@ def can_read_in_place(
     return True
 
 
-class ProductsByRows:
-    """The products with contiguous weights of one shape, made once for so many rows.
+ProductsByRows = Callable[[int], WeightProducts]
+"""Gives the products for a number of rows."""
 
-    Attributes:
-        is_supported: whether the kernels support the dtype and the features on the device.
-    """
 
-    def __init__(
-        self,
-        device: torch.device,
-        dtype: torch.dtype,
-        groups: int,
-        columns: int,
-        depth: int,
-        b_dtype: torch.dtype | None = None,
-    ) -> None:
-        strides = columns * depth, depth, 1
-        self._layout = device, dtype, (groups, columns, depth), strides, False
-        self._groups, self._b_dtype = groups, b_dtype
-        self.is_supported = supports(device, dtype, columns, depth)
-        self._made: dict[int, WeightProducts] = {}
+def products_by_rows(
+    device: torch.device,
+    dtype: torch.dtype,
+    groups: int,
+    columns: int,
+    depth: int,
+    b_dtype: torch.dtype | None = None,
+) -> ProductsByRows | None:
+    """The products with contiguous weights of one shape; None if the kernels support none."""
+    if not supports(device, dtype, columns, depth):
+        return None
+    layout_of = (groups, columns, depth), (columns * depth, depth, 1), False
 
-    def __call__(self, rows: int) -> WeightProducts:
-        """The products for ``rows`` rows."""
-        rows = tiles.rows_bucket(rows, self._groups)
-        cached = self._made.get(rows)
-        if cached is None:
-            products = cached_products(*self._layout, rows, self._b_dtype)
-            assert products is not None  # if supported
-            cached = self._made[rows] = products
-        return cached
+    @functools.cache
+    def for_bucket(rows: int) -> WeightProducts:
+        products = cached_products(device, dtype, *layout_of, rows, b_dtype)
+        assert products is not None  # since it is supported
+        return products
+
+    return lambda rows: for_bucket(tiles.rows_bucket(rows, groups))
 
 
 def scales_by_row(x_scale: Tensor, w_scale: Tensor) -> tuple[int, ...]:
-    """``operand_scales`` of FP8 rows and weights: their addresses and strides."""
-    return x_scale.data_ptr(), w_scale.data_ptr(), *x_scale.stride(), *w_scale.stride()
+    """``operand_scales`` of FP8 rows, as stored, and weights.
 
-
-def scales_by_reduction(dy_scale: Tensor, x_scale: Tensor) -> tuple[int, ...]:
-    """``operand_scales`` of the FP8 operands of a weight gradient."""
-    (dy_block, dy_pitch), (x_block, x_pitch) = dy_scale.stride(), x_scale.stride()
-    return dy_scale.data_ptr(), x_scale.data_ptr(), dy_pitch, dy_block, 0, x_pitch, x_block
-
-
-def stored_scales_by_row(x_scale: Tensor, w_scale: Tensor) -> tuple[int, ...]:
-    """`scales_by_row` of ``x_scale`` as it is stored: ``[blocks, rows]``, or ``[rows]``."""
+    ``x_scale`` is ``[blocks, rows]``, or ``[rows]``.
+    """
     of_blocks = x_scale.stride(0) if x_scale.dim() == 2 else 0
     return x_scale.data_ptr(), w_scale.data_ptr(), 1, of_blocks, *w_scale.stride()
 
 
-def stored_scales_by_reduction(dy_scale: Tensor, x_scale: Tensor) -> tuple[int, ...]:
-    """`scales_by_reduction` of scales as stored: ``[blocks, columns]``, or ``[blocks]``."""
+def scales_by_reduction(dy_scale: Tensor, x_scale: Tensor) -> tuple[int, ...]:
+    """``operand_scales`` of a weight gradient: of scales ``[blocks, columns]``, or ``[blocks]``."""
     (dy_block, dy_pitch), (x_block, x_pitch) = [
         scale.stride() if scale.dim() == 2 else (1, 0) for scale in (dy_scale, x_scale)
     ]

@@ -1,6 +1,7 @@
 """The SM90 kernels: a launch with the arguments that stay the same."""
 
 import torch
+from torch import Tensor
 
 from fusible.kernels.runtime.gpu import multiprocessors
 from fusible.kernels.runtime.launch import call_on_device, load_kernel
@@ -53,37 +54,38 @@ class Launch:
 
     def __call__(
         self,
-        total_rows: int,
-        a: int,
+        a: Tensor,
         b: int,
         out: int,
-        ends: int,
+        ends: Tensor,
+        bias: Tensor | None = None,
+        scales: Tensor | None = None,
+        table: int = 0,
+        operand_scales: tuple[int, ...] = NO_SCALES,
+        zero_tail: bool = True,
         *,
         preact: int = 0,
         d_preact: int = 0,
-        table: int = 0,
-        bias: int = 0,
-        scales: int = 0,
         row_results: int = 0,
-        operand_scales: tuple[int, ...] = NO_SCALES,
-        zero_tail: bool = True,
     ) -> None:
         """Launch the kernel on the device's current stream, unless there are no rows.
 
-        ``operand_scales``, of FP8 operands: see `GroupedGemm`, from ``a_scales`` on. Without
-        ``zero_tail`` the rows past the last group are not written.
+        Integers but ``operand_scales`` are addresses. Those, of FP8 operands: see `GroupedGemm`,
+        from ``a_scales`` on. Without ``zero_tail`` the rows past the last group are not written.
         """
-        if total_rows == 0:
+        rows = a.shape[0]
+        if rows == 0:
             return
         tiles, index = self._groups, self._index
         if self._rows:
             # Every group, and the rows past the last, may end in a part of a tile.
-            tiles += total_rows // self._rows + 1
+            tiles += rows // self._rows + 1
         clusters = min(self._clusters, tiles * self._across)
         stream = torch._C._cuda_getCurrentRawStream(index)  # a tenth of the public call's time
         counter = zeroed_counter(index, stream) if self._dynamic else 0
         call_on_device(index, self._function, (
-            a, b, preact, out, d_preact, ends, table, bias, scales, row_results, counter,
-            total_rows, total_rows if zero_tail else 0, *self._constant, clusters, *operand_scales,
-            stream,
+            a.data_ptr(), b, preact, out, d_preact, ends.data_ptr(), table,
+            0 if bias is None else bias.data_ptr(), 0 if scales is None else scales.data_ptr(),
+            row_results, counter, rows, rows if zero_tail else 0, *self._constant, clusters,
+            *operand_scales, stream,
         ))  # fmt: skip

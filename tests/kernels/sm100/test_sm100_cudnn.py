@@ -19,6 +19,7 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
 import blackwell
 import cudnn
+import test_sm100_kernels
 from sm100_calls import (
     BF16,
     GEGLU,
@@ -171,6 +172,15 @@ def test_one_group_no_rows_and_another_row_count():
         x = torch.randn(rows, 64, dtype=BF16, requires_grad=True)
         kernels, launches = calls_of(linear, (x, torch.tensor([rows])), MXFP8)
         assert (len(kernels.calls), len(launches.compiled)) == (launched, compiled)
+
+
+@pytest.mark.parametrize(("kernel", "change", "sentence"), test_sm100_kernels.REFUSED)
+def test_what_is_not_checked_before_is_refused(kernel, change, sentence):
+    _, right = test_sm100_kernels.KERNELS[kernel]
+    with blackwell.simulated(), assume_target("sm100", cudnn):
+        test_sm100_kernels.run(kernel, right)
+        with pytest.raises(ValueError, match=sentence):
+            test_sm100_kernels.run(kernel, {**right, **change})
 
 
 def test_the_simulation_sees_wrong_arguments():

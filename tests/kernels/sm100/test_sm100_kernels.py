@@ -1,4 +1,4 @@
-"""The typed SM100 kernels: what they refuse, in our own words and first; padded groups; fakes."""
+"""The typed SM100 kernels: what they refuse themselves; padded groups; fakes."""
 
 import re
 
@@ -99,27 +99,16 @@ def run(kernel, arguments):
 POINTERS = {"w": [fp8(N, K) for _ in range(E)], "w_scales": [scales(N, K) for _ in range(E)]}
 
 WRONG = [
-    # What the front end refuses, or does not notice: each in our own words, before it is asked.
+    # What the front end does not notice.
     ("glu", {"prob": torch.ones(M, dtype=BF16)}, "prob must be contiguous float32 of shape (512,)"),
     ("glu", {"prob": None}, "prob must be contiguous float32 of shape (512,), got None"),
     ("glu", {"prob": torch.ones(M - 1)}, "prob must be contiguous float32 of shape (512,)"),
     ("glu", {"ends": ends(dtype=torch.int64)}, "ends must be contiguous int32 of shape (2,), got"),
-    ("glu", {"ends": ends(256, 300)}, "groups must have multiples of 256 rows, got [256, 44]"),
-    ("glu", {"ends": ends(256, 0)}, "groups must have multiples of 256 rows, got [256, -256]"),
-    ("glu", {"ends": ends(256, 768)}, "groups must end within the 512 rows, got 768"),
     ("glu", {"ends": ends(512)}, "ends must be contiguous int32 of shape (2,)"),
-    ("glu", {"x": fp8(M - 128, K), "x_scales": scales(M - 128, K)}, "rows of x must be a multiple"),
     ("glu", {"alpha": torch.ones(E, dtype=BF16)}, "alpha must be contiguous float32 of shape (2,)"),
     ("glu", {"x": fp8(K, M).t()}, "x must be contiguous and begin at a multiple of 16 bytes"),
-    ("glu", {"x_scales": None}, "scales of x must be given for torch.float8_e4m3fn, got None"),
-    ("glu", {"x_scales": scales(M, K).view(torch.uint8)}, "scales of x must be torch.float8_e8m0"),
-    ("glu", {"x_scales": scales(M, 2 * K * 2)}, "scales of x must be the 2048 bytes of 512 rows"),
-    ("glu", {"w_scales": []}, "w must have scales where its elements need them"),
-    ("glu", {"w_scales": [scales(N, K)]}, "scales of w must be the 1024 bytes of 128 rows"),
-    ("glu", {"w": [fp8(E, K, N).mT]}, "w must be contiguous and begin at a multiple of 16 bytes"),
-    ("glu", {"w": [fp8(E, N, K).to(torch.float8_e5m2)]}, "w must have the dtype of x"),
-    ("glu", {"x": fp8(M, K).to(torch.float8_e5m2)}, "x must be BF16, FP8 E4M3 or FP4 in bytes"),
-    ("glu", {"w": [fp8(E, 96, K)], "w_scales": [scales(96, K, E)]}, "features of w must be a mult"),
+    ("glu", {"w": [fp8(E, K, N).mT]}, "w[0] must be contiguous float8_e4m3fn of shape (2, 128, 64"),
+    ("glu", {"w": [fp8(E, N, K).to(torch.float8_e5m2)]}, "w[0] must be contiguous float8_e4m3fn"),
     ("glu", {"bias": torch.zeros(E, N)}, "bias must be contiguous bfloat16 of shape (2, 128)"),
     (
         "glu",
@@ -127,12 +116,18 @@ WRONG = [
         "bias must be contiguous bfloat16 of shape (2, 128), got torch.bfloat16 of shape",
     ),
     ("glu", {**POINTERS, "bias": torch.zeros(E, N)}, "bias must be contiguous bfloat16 of"),
-    ("glu", {**POINTERS, "w": 2 * [fp8(K, N).t()]}, "w[0] must be contiguous and begin at a multi"),
-    ("glu", {"glu": Glu("relu", 32)}, "activation must be one of swiglu, clamped_qgeglu, situglu"),
-    ("glu", {**BFLOAT, "glu": Glu("situglu", 32)}, "one of swiglu, clamped_qgeglu with BF16"),
-    ("glu", {**BFLOAT, "glu": Glu("clamped_qgeglu", 32, 2.0)}, "limit and alpha of clamped"),
+    ("glu", {**POINTERS, "w": 2 * [fp8(K, N).t()]}, "w[0] must be contiguous float8_e4m3fn of"),
+    (
+        "glu",
+        {**POINTERS, "w_scales": 2 * [scales(N, 2 * K * 2)]},
+        "scales of w[0] must be 512 contiguous torch.float8_e8m0fnu, packed for the MMA, got",
+    ),
+    (
+        "glu",
+        {"w": 2 * [fp8(N, 2 * K)], "w_scales": 2 * [scales(N, 2 * K)]},
+        "x and w must share the reduced dimension 64, got 128",
+    ),
     ("glu", {"glu": Glu()}, "interleave must be 32, got 0"),
-    ("glu", {**BFLOAT, "x_scales": scales(M, K)}, "scales of x must be None for torch.bfloat16"),
     ("dglu", {"prob": torch.ones(M, dtype=BF16)}, "prob must be contiguous float32"),
     ("dglu", {"c": torch.zeros(M, 2 * N)}, "c must be contiguous bfloat16 of shape (512, 256)"),
     (
@@ -147,21 +142,35 @@ WRONG = [
         {"row_scale": torch.ones(M, dtype=BF16), "bias": torch.zeros(E, N, dtype=BF16)},
         "row_scale must be contiguous float32",
     ),
-    (
-        "gemm",
-        {"w": [fp8(1025, N, K)], "w_scales": [scales(N, K, 1025)], "ends": ends()},
-        "the number of groups must be from 1 to 1024, got 1025",
-    ),
-    ("gemm", {"w": [fp8(N, K), fp8(N, 2 * K)], "w_scales": 2 * [scales(N, K)]}, "w must be one te"),
+    ("gemm", {"w": [fp8(N, K), fp8(N, 2 * K)], "w_scales": 2 * [scales(N, K)]}, "w[1] must be con"),
     ("wgrad", {"dy": fp8(N, M).t()}, "dy must be contiguous and begin at a multiple of 16 bytes"),
     ("wgrad", {"dy_scales": COLUMNS.flatten()}, "scales of dy must be contiguous"),
     ("wgrad", {"dy_scales": COLUMNS.view(1, 4, 1, 32, 4, 4)}, "scales of dy must be contiguous"),
-    ("wgrad", {"x": torch.zeros(M, K, dtype=BF16), "x_scales": None}, "dy and x must share rows"),
-    ("wgrad", {"ends": ends(100, 512)}, "groups must have multiples of 256 rows, got [100, 412]"),
-    ("wgrad", {"ends": ends(512, 256)}, "groups must have multiples of 256 rows, got [512, -256]"),
-    ("wgrad", {"out": [torch.zeros(E, K, N)]}, "out must be one tensor (2, 128, 64) or 2 of"),
+    ("wgrad", {"out": [torch.zeros(E, K, N)]}, "out must be contiguous float32 of shape (2, 128, "),
+    ("wgrad", {"out": [torch.zeros(N, K)]}, "out must be one tensor or 2, got 1"),
     ("wgrad", {"out": [torch.zeros(E, N, K, dtype=torch.half)]}, "out must be BF16 or FP32"),
     ("wgrad", {"out": [torch.zeros(E, K, N).mT]}, "out must be contiguous"),
+]
+
+# What it refuses by itself, by what its sentences hold.
+REFUSED = [
+    ("gemm", {"x": fp8(M - 128, K), "x_scales": scales(M - 128, K)}, "divisible by 256"),
+    ("gemm", {"x_scales": scales(M, 2 * K * 2)}, "complete MMA-packed scale buffer"),
+    ("gemm", {"w_scales": []}, "sfb_tensor?\\)? (is|are) required|sample_sfb is required"),
+    ("gemm", {"w_scales": [scales(N, K)]}, "complete MMA-packed scale buffer"),
+    ("glu", {**BFLOAT, "glu": Glu("situglu", 32, 1.0, 1.0)}, "situglu is block-scaled only"),
+    ("glu", {**BFLOAT, "glu": Glu("clamped_qgeglu", 32, 2.0)}, "forbids scale control geglu_alpha"),
+    ("wgrad", {"x": torch.zeros(M, K, dtype=BF16), "x_scales": None}, "mixed dtype families"),
+    (
+        "wgrad",
+        {
+            "dy": torch.zeros(M, N, dtype=BF16),
+            "dy_scales": None,
+            "x": torch.zeros(M + 256, K, dtype=BF16),
+            "x_scales": None,
+        },
+        "token dimensions must match",
+    ),
 ]
 
 
