@@ -5,8 +5,7 @@
     python benchmarks/expert_parallel.py --draw FILE.json
 
 First what is computed: every mode of ``Dispatch`` against one process that has all tokens and all
-experts, with uneven numbers of tokens and a process without any; a CUDA graph replayed with other
-routing; a step under ``torch.cuda.set_sync_debug_mode("error")``. Then time, forward + backward in
+experts, with uneven numbers of tokens and a process without any. Then time, forward + backward in
 BF16, the median over runs of the slowest process, all ways interleaved: each mode; one GPU with all
 experts; torchtitan's all-to-all path written anew; each mode, and one beside a shared expert, with
 exchanges replaced by local copies, so that the difference is what communication adds; the exchanges
@@ -398,44 +397,6 @@ def over_processes(t: Tensor, setup: Setup) -> Tensor:
     return t.cpu()
 
 
-def graph_and_waits(setup: Setup, report: dict[str, Any]) -> None:
-    """The default mode: no wait for the device, and a graph replayed with other routing."""
-    made = ours_from_dispatch(setup.shape, setup.mesh, setup.device)
-    tokens = setup.shape.tokens // 8
-    given = given_tokens(setup, setup.rank, tokens)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step_of(*made, given)
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step_of(*made, given)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    report["no wait for the device"] = True
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        captured = step_of(*made, given)
-    same, outputs = [], []
-    for seed in range(1, 4):
-        for t, new in zip(given, given_tokens(setup, setup.rank, tokens, seed), strict=True):
-            t.copy_(new)
-        graph.replay()
-        outputs.append([t.clone() for t in captured])
-        want = step_of(*made, given)
-        same += [torch.equal(a, b) for a, b in zip(outputs[-1], want, strict=True)]
-    moved = not any(torch.equal(a, b) for a, b in zip(*outputs[:2], strict=True))
-    torch.cuda.synchronize()
-    graph.reset()  # before the group that it communicates by
-    bad = over_processes(torch.tensor([not all(same), not moved]), setup)
-    report["graph replayed with other routing"] = {"same bits": not bad[0], "differs": not bad[1]}
-    if bad.any():
-        report["failures"].append("a replayed graph differs from a call")
-
-
 # --- time -----------------------------------------------------------------------------------------
 
 
@@ -650,8 +611,7 @@ def run(setup: Setup, path: Path | None, limit: float) -> dict[str, Any]:
     machine, sizes = measuring.environment(), setup.shape._asdict()
     report: dict[str, Any] = {"environment": machine, "processes": setup.processes, "sizes": sizes}
     report |= {"seconds": {}, "failures": []}
-    parts = [correctness, *([graph_and_waits] if setup.on_gpu else []), blocks, stacks]
-    for part in parts:
+    for part in (correctness, blocks, stacks):
         left = torch.tensor([limit - (time.monotonic() - begun)], device=setup.device)
         dist.broadcast(left, 0)  # all processes go on, or none
         if left.item() < 0.15 * limit:
@@ -684,8 +644,6 @@ def table(report: dict[str, Any]) -> str:
             lines.append(f"{mode:>8}: {same} of {len(cells)} with the same bits, error {worst:.1e}")
         else:
             lines.append(f"{mode}: {cases:.1e}")
-    for name in ("no wait for the device", "graph replayed with other routing"):
-        lines.append(f"{name}: {report.get(name)}")
     skewed = report.get("skew", {}).get("block", {})
     for name, cell in report.get("block", {}).items():
         extra = f"; skewed {skewed[name]['ms']:.2f}" if name in skewed else ""

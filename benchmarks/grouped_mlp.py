@@ -47,15 +47,24 @@ def activation(h: Tensor, prob: Tensor) -> Tensor:
 class Problem:
     """One grouped MLP with its operands, and the ways to run it."""
 
-    def __init__(self, config: measuring.Config, split: str) -> None:
+    def __init__(
+        self,
+        config: measuring.Config,
+        split: str,
+        act: fz.ops.BasicOperation | None = None,
+        alignment: int = 1,
+    ) -> None:
+        """The rows of each expert are rounded up to ``alignment``."""
+        sizes = [-(-n // alignment) * alignment for n in measuring.split_sizes(config, split)]
         hidden, inner, experts, _ = config
-        self.split, sizes = split, measuring.split_sizes(config, split)
-        self.t = measuring.tensors(config, sizes)
+        self.split = split
+        self.t = measuring.tensors(config._replace(rows=max(config.rows, sum(sizes))), sizes)
         self.sizes = torch.tensor(sizes, device="cuda")
         self.x = self.t["x"].requires_grad_()
         self.prob = self.t["scales"].requires_grad_()
         self.dy = self.t["dy"]
-        self.mlp = measuring.grouped_mlp(hidden, inner, experts)
+        options = {"split_alignment": alignment}
+        self.mlp = measuring.grouped_mlp(hidden, inner, experts, act, **options)
         with torch.no_grad():
             self.mlp[0].weight.copy_(self.t["w1"])
             self.mlp[2].weight.copy_(self.t["w2"])

@@ -9,70 +9,38 @@ one process, L2 flushed, CUDA events, median. Writes grouped_mlp_sm100.json.
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import measuring
 import torch
-from grouped_mlp import activation
+from grouped_mlp import Problem
 from torch import Tensor
-from torch.nn import functional
 
 import fusible as fz
-from fusible.testing import assume_target
 
 NAMES = ("bf16", "mxfp8", "nvfp4", "nvfp4_as_trained_with")
 
 
-class Problem:
-    """One grouped MLP under one recipe."""
+class RecipeProblem(Problem):
+    """One grouped MLP under one recipe; PyTorch's is in BF16, with its GLU in halves."""
 
-    def __init__(self, config: measuring.Config, split: str, recipe: str, aligned: bool) -> None:
-        hidden, inner, experts, rows = config
+    def __init__(self, config: measuring.Config, recipe: str, aligned: bool) -> None:
+        act = fz.ScaledSwiGLU(glu_interleave_size=32)
+        super().__init__(config, "skewed", act, 256 if aligned else 1)
         self.recipe = measuring.RECIPES.get(recipe)  # None in BF16
-        sizes = torch.tensor(measuring.split_sizes(config, split))
-        if aligned:
-            sizes = (sizes + 255) // 256 * 256
-            rows = int(sizes.sum())
-        act, alignment = fz.ScaledSwiGLU(glu_interleave_size=32), 256 if aligned else 1
-        self.mlp = measuring.grouped_mlp(hidden, inner, experts, act, split_alignment=alignment)
-        self.sizes = sizes.cuda()
-        self.x = torch.randn(rows, hidden, device="cuda", dtype=torch.bfloat16).requires_grad_()
-        self.scales = torch.rand(rows, device="cuda").requires_grad_()
-        self.dy = torch.randn_like(self.x)
-        self.leaves = (self.x, self.scales, self.mlp[0].weight, self.mlp[2].weight)
 
     def fused(self) -> Tensor:
         """By the kernels of cuDNN's front end."""
         with measuring.under(self.recipe):
-            return self.mlp(self.x, self.sizes, self.scales, self.sizes)
-
-    def unfused(self) -> Tensor:
-        """Op by op, as on a GPU that no rule serves."""
-        with assume_target("sm80"):
-            return self.fused()
-
-    def pytorch(self) -> Tensor:
-        """BF16, by PyTorch's grouped products (its GLU in halves, which takes the same time)."""
-        _, _, w1, w2 = self.leaves
-        ends = self.sizes.cumsum(0).int()
-        h = functional.grouped_mm(self.x, w1.mT, offs=ends)
-        return functional.grouped_mm(activation(h, self.scales), w2.mT, offs=ends)
+            return super().fused()
 
     def times(self) -> dict[str, dict[str, float]]:
         """Milliseconds by pass and way."""
-        ways = {"fused": self.fused, "unfused": self.unfused, "torch bf16": self.pytorch}
+        ways = self.contestants()
         self.fused()
         assert "grouped_mlp_sm100" in self.mlp.plan.fired, self.mlp.plan.refusals
-
-        def step(way: Any) -> Any:
-            return lambda: torch.autograd.grad(way(), self.leaves, self.dy)
-
-        return {
-            "forward": measuring.measure(dict(ways)),
-            "forward + backward": measuring.measure(
-                {name: step(way) for name, way in ways.items()}
-            ),
-        }
+        steps = {name: partial(self.step, way) for name, way in ways.items()}
+        return {"forward": measuring.measure(ways), "forward + backward": measuring.measure(steps)}
 
 
 def main() -> None:
@@ -87,7 +55,7 @@ def main() -> None:
     for name, config in measuring.shapes_of(options).items():
         for recipe in options.recipe:
             for aligned in (False, True):
-                times = Problem(config, "skewed", recipe, aligned).times()
+                times = RecipeProblem(config, recipe, aligned).times()
                 for what, ms in times.items():
                     cell = {"config": name, "recipe": recipe, "aligned": aligned, "pass": what}
                     cells.append({**cell, "ms": ms})

@@ -41,9 +41,6 @@ CONFIGS = {
 }
 TINY = Config(256, 128, 8, 512)
 SPLITS = ("balanced", "skewed")
-PLAIN_NVFP4 = fz.recipes.NVFP4BlockScaling(
-    disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True
-)
 RECIPES = {
     "fp8_block": fz.recipes.Float8BlockScaling(),
     "fp8_block_decoded": fz.recipes.Float8BlockScaling(fp8_products=False),
@@ -51,7 +48,9 @@ RECIPES = {
     "mxfp8_fp8": fz.recipes.MXFP8BlockScaling(fp8_products=True),
     "fp8_current": fz.recipes.Float8CurrentScaling(),
     "fp8_current_decoded": fz.recipes.Float8CurrentScaling(fp8_products=False),
-    "nvfp4": PLAIN_NVFP4,
+    "nvfp4": fz.recipes.NVFP4BlockScaling(
+        disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True
+    ),
     "nvfp4_as_trained_with": fz.recipes.NVFP4BlockScaling(),
 }
 
@@ -121,8 +120,6 @@ def grouped_mlp(
 
 # --- time -----------------------------------------------------------------------------------------
 
-_TICKS_PER_SECOND = 1.75e9  # of the GPU's clock, about
-
 
 def graph_of(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
     """A CUDA graph of a call."""
@@ -165,7 +162,7 @@ def spin_ticks(calls: Iterable[Callable[[], Any]]) -> int:
         call()
         slowest = max(slowest, time.perf_counter() - start)
         torch.cuda.synchronize()
-    return int(2 * slowest * _TICKS_PER_SECOND)
+    return int(2 * slowest * 1.75e9)  # about the GPU's clock
 
 
 def measure(calls: Mapping[Any, Callable[[], Any]], runs: int = 20) -> dict[Any, float]:

@@ -166,32 +166,23 @@ def rows_of_a_group(shape: Shape) -> float:
     return shape.rows / min(shape.rows, shape.experts)
 
 
-OPS = {
-    "glu_keep": "glu",
-    "fc2": "store",
-    "dglu": "dglu",
-    "dgrad1": "store",
-    "wgrad1": "wgrad",
-    "wgrad2": "wgrad",
-}
-INFERENCE = {"glu": "glu", "fc2": "store"}
+OPS = ("glu_keep", "fc2", "dglu", "dgrad1", "wgrad1", "wgrad2")
+INFERENCE = ("glu", "fc2")
 # Of FP8 operands, whose activation's backward is no part of a product.
-FP8 = {
-    "fp8 glu_keep": "glu",
-    "fp8 glu": "glu",
-    "fp8 fc2": "store",
-    "fp8 dgrad2": "store",
-    "fp8 dgrad1": "store",
-    "fp8 wgrad1": "wgrad",
-    "fp8 wgrad2": "wgrad",
+FP8 = ("fp8 glu_keep", "fp8 glu", "fp8 fc2", "fp8 dgrad2", "fp8 dgrad1", "fp8 wgrad1", "fp8 wgrad2")
+FP8_INFERENCE = ("fp8 glu_quantized", "fp8 glu", "fp8 fc2")
+_OPS_OF = {
+    "glu": ("glu_keep", "glu", "glu_quantized"),
+    "store": ("fc2", "dgrad1", "dgrad2"),
+    "dglu": ("dglu",),
+    "wgrad": ("wgrad1", "wgrad2"),
 }
-FP8_INFERENCE = {"fp8 glu_quantized": "glu", "fp8 glu": "glu", "fp8 fc2": "store"}
-KINDS = {**OPS, **INFERENCE, **FP8, **FP8_INFERENCE}
+KINDS = {how + op: kind for kind, ops in _OPS_OF.items() for op in ops for how in ("", "fp8 ")}
 FEW_ROWS = 4096  # with fewer, a shape is one of inference
 
 
-def ops_of(shape: Shape, fp8: bool = False) -> dict[str, str]:
-    """The ops measured, and the kind of kernel of each."""
+def ops_of(shape: Shape, fp8: bool = False) -> tuple[str, ...]:
+    """The ops measured."""
     if shape.rows < FEW_ROWS:
         return FP8_INFERENCE if fp8 else INFERENCE
     return FP8 if fp8 else OPS
@@ -573,14 +564,12 @@ def measure_shape(
     flush: torch.Tensor,
 ) -> list[dict]:
     """The cells of a shape, without tiles whose results are wrong."""
-    kinds, cells = ops_of(shape, fp8), []
-    if not kinds:
-        return cells
+    cells = []
     t = quantized(operands(shape)) if fp8 else operands(shape)
     torchs = {} if fp8 else torch_calls(t)
-    for op, kind in kinds.items():
+    for op in ops_of(shape, fp8):
         every = [one for one in tiles_of(op) if (op, one) not in wrong]
-        calls = {label(kind, one): functools.partial(in_a_tile, t, op, one) for one in every}
+        calls = {label(KINDS[op], one): functools.partial(in_a_tile, t, op, one) for one in every}
         want = in_a_tile(t, op, every[0])
         errors = {name: error(op, run(), want) for name, run in calls.items()}
         del want
@@ -802,10 +791,10 @@ def main() -> None:
         fit(cells, options.steps)
         return
     measured: dict[str, Any] = {"environment": environment(), "cells": []}
-    every = {**FP8, **FP8_INFERENCE} if options.fp8 else {**OPS, **INFERENCE}
+    every = (*FP8, *FP8_INFERENCE) if options.fp8 else (*OPS, *INFERENCE)
     if options.inference:
         every = FP8_INFERENCE if options.fp8 else INFERENCE
-    tasks = [(op, tile) for op in every for tile in tiles_of(op)]
+    tasks = [(op, tile) for op in dict.fromkeys(every) for tile in tiles_of(op)]
     specs = {spec_of(*task) for task in tasks}
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(os.cpu_count(), context) as pool:
@@ -813,7 +802,7 @@ def main() -> None:
         theirs = {
             (op, tile): pool.submit(compile_quack, op, tile)
             for tile in QUACK_TILES[: options.quack]
-            for op in every
+            for op in dict.fromkeys(every)
             if not options.fp8
         }
         for one in ours:
