@@ -12,17 +12,13 @@ recipe, by FP8 products. All graphs of a cell run interleaved, each from a flush
 by CUDA events.
 """
 
-import argparse
 import copy
-import json
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from grouped_gemm_sm90 import environment
-from grouped_gemm_sm90 import measure as measure_in_turn
+from measuring import RECIPES, environment, graph_of, measure, parser_of, under, write
 from moe_block import Plain, Shape, fusible_block
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
@@ -37,9 +33,9 @@ MODELS = {
     "llama-4-scout": Shape(1, 1, 5120, 8192, 16),
 }
 STORED = {
-    "MXFP8": fz.recipes.MXFP8BlockScaling(),
-    "FP8 block": fz.recipes.Float8BlockScaling(),
-    "NVFP4": fz.recipes.NVFP4BlockScaling(),
+    "MXFP8": RECIPES["mxfp8"],
+    "FP8 block": RECIPES["fp8_block"],
+    "NVFP4": RECIPES["nvfp4_as_trained_with"],
 }
 UNDER_RECIPE = "FP8 products"
 """The blocks of "FP8 block", which quantize the inputs of products too."""
@@ -60,23 +56,10 @@ class Capturable(Plain):
         return rows, probs.flatten()[order], counts.cumsum(0).int(), order
 
 
-def graph_of(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    """A graph of a call."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph
-
-
 def read_rate() -> float:
     """Bytes that the GPU reads in a microsecond."""
     source = torch.zeros(1 << 30, device="cuda")
-    ms = measure_in_turn({"sum": source.sum}, runs=10)["sum"]
+    ms = measure({"sum": source.sum}, runs=10)["sum"]
     return source.nbytes / ms / 1e3
 
 
@@ -94,7 +77,7 @@ def kernels_of(graph: torch.cuda.CUDAGraph) -> list[tuple[str, float]]:
 
 def run(name: str, module: fz.Sequential, *inputs: Tensor) -> Tensor:
     """The output of a block, or of its experts."""
-    with fz.autocast(enabled=name == UNDER_RECIPE, recipe=STORED["FP8 block"]):
+    with under(STORED["FP8 block"] if name == UNDER_RECIPE else None):
         return module(*inputs)
 
 
@@ -117,7 +100,7 @@ def cell(layers: dict[str, list[fz.Sequential]], shape: Shape, rate: float) -> d
     plain = [Capturable(shape, *(block[i].weight for i in (0, 2, 4))) for block in layers["BF16"]]
     count = len(plain)
     used = [block[0](x)[2].unique().numel() for block in layers["BF16"]]
-    calls: dict[str, list[Callable[[], Any]]] = {"PyTorch": [partial(one, x) for one in plain]}
+    calls = {"PyTorch": [partial(one, x) for one in plain]}
     for name, blocks in layers.items():
         calls[name] = [partial(run, name, block, x) for block in blocks]
         calls[f"{name} experts"] = []
@@ -128,7 +111,7 @@ def cell(layers: dict[str, list[fz.Sequential]], shape: Shape, rate: float) -> d
             inputs = rows, splits, scales, splits
             calls[f"{name} experts"].append(partial(run, name, experts, *inputs))
     graphs = {name: graph_of(partial(in_turn, each)) for name, each in calls.items()}
-    ms = measure_in_turn({name: graph.replay for name, graph in graphs.items()})
+    ms = measure({name: graph.replay for name, graph in graphs.items()})
     first = {name: blocks[0] for name, blocks in layers.items()}
     bytes_of = {n: sum(nbytes(b[i].weight) for i in (2, 4)) for n, b in first.items()}
     share = sum(used) / count / shape.experts
@@ -147,28 +130,18 @@ def cell(layers: dict[str, list[fz.Sequential]], shape: Shape, rate: float) -> d
     return found
 
 
-def drawn_block(shape: Shape) -> fz.Sequential:
-    """A block with random weights."""
-    block = fusible_block(shape)
-    with torch.no_grad():
-        for i in (0, 2, 4):
-            block[i].weight.normal_(std=block[i].weight.shape[-1] ** -0.5)
-    return block
-
-
 def main() -> None:
     """Run every cell, print it, write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--model", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--layers", type=int, default=1, help="blocks in a graph")
-    parser.add_argument("--out", type=Path, help="JSON file to write")
     options = parser.parse_args()
     rate = read_rate()
     report = {"environment": environment(), "bytes per us": round(rate), "cells": []}
     print(f"{rate / 1e6:.2f} TB/s. us, share of the least time, relative to BF16")
     for model in options.model:
         torch.manual_seed(0)
-        blocks = [drawn_block(MODELS[model]) for _ in range(options.layers)]
+        blocks = [fusible_block(MODELS[model]) for _ in range(options.layers)]
         layers = {"BF16": blocks}
         for name, recipe in STORED.items():
             layers[name] = [
@@ -184,8 +157,7 @@ def main() -> None:
                 share, ratio = least[name] / us[name], us["BF16"] / us[name]
                 line += f"  {name} {us[name]:6.1f} {share:.2f} {ratio:.2f}x"
             print(f"{line}  PyTorch {us['PyTorch'] / us['BF16']:.2f}", flush=True)
-            if options.out:
-                options.out.write_text(json.dumps(report) + "\n")
+            write(options.out, report, indent=None)
         del blocks, layers
         torch.cuda.empty_cache()
 

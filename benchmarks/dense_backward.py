@@ -7,15 +7,11 @@ copy of one tensor shows what the memory can do.
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from rules import microseconds
+from measuring import environment, measure, parser_of, write
 
 import fusible  # noqa: F401 - registers the kernels
 from fusible import formulas
@@ -34,7 +30,7 @@ def cases(rows: int, features: int) -> dict[str, dict[str, Callable[[], Any]]]:
 
     def apart(name: str) -> Callable[[], Any]:
         def call() -> Any:
-            dx = UNARY[name].backward(dy, x)
+            dx, _ = UNARY[name].backward(dy, x)
             return dx, dx.sum(0)
 
         return call
@@ -62,27 +58,18 @@ def cases(rows: int, features: int) -> dict[str, dict[str, Callable[[], Any]]]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--repeats", type=int, default=25)
-    parser.add_argument("--json", type=Path, help="write the numbers to this file")
-    args = parser.parse_args()
-    flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
+    options = parser.parse_args()
     found = []
     for rows, features in SHAPES:
         for name, calls in cases(rows, features).items():
-            times: dict[str, list[float]] = {who: [] for who in calls}
-            for i in range(args.repeats + 4):
-                for who, call in calls.items():
-                    taken = microseconds(call, "cuda", flush)
-                    if i >= 4:
-                        times[who].append(taken)
-            medians = {who: statistics.median(of) for who, of in times.items()}
+            ms = measure(calls, options.repeats)
+            medians = {who: 1e3 * t for who, t in ms.items()}
             found.append({"pass": name, "rows": rows, "features": features, **medians})
             ratio = f", {medians['torch'] / medians['ours']:.2f}x" if "ours" in medians else ""
             print(f"{name:10s} {rows}x{features}: {medians} us{ratio}")
-    if args.json:
-        about = {"machine": torch.cuda.get_device_name(), "torch": torch.__version__}
-        args.json.write_text(json.dumps({**about, "results": found}, indent=1) + "\n")
+    write(options.out, {"environment": environment(), "results": found})
 
 
 if __name__ == "__main__":

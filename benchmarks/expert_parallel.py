@@ -5,8 +5,7 @@
     python benchmarks/expert_parallel.py --draw FILE.json
 
 First what is computed: every mode of ``Dispatch`` against one process that has all tokens and all
-experts, with uneven numbers of tokens and a process without any; a CUDA graph replayed with other
-routing; a step under ``torch.cuda.set_sync_debug_mode("error")``. Then time, forward + backward in
+experts, with uneven numbers of tokens and a process without any. Then time, forward + backward in
 BF16, the median over runs of the slowest process, all ways interleaved: each mode; one GPU with all
 experts; torchtitan's all-to-all path written anew; each mode, and one beside a shared expert, with
 exchanges replaced by local copies, so that the difference is what communication adds; the exchanges
@@ -17,7 +16,6 @@ part, so a process that fails or hangs (``--limit`` seconds) leaves the parts be
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import faulthandler
 import json
@@ -32,11 +30,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+import measuring
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from grouped_gemm_sm90 import environment
-from moe_block import SHAPES, WEIGHTED, Shape, exact_block
+from moe_block import SHAPES, WEIGHTED, Shape, exact_block, fusible_block
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import init_device_mesh
@@ -82,22 +80,8 @@ class Setup(NamedTuple):
 
 def ours(shape: Shape, mesh: Any, device: torch.device, **options: Any) -> fz.Sequential:
     """Router, dispatch, experts and combine; over a mesh each process holds its experts."""
-    hidden, inner, experts = shape.hidden, shape.inner, shape.experts
-    made: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
-    grouped = {**made, "bias": False, "single_grouped_weight": True}
     torch.manual_seed(0)
-    block = fz.Sequential(
-        fz.TopKRouter(hidden, experts, shape.top_k, expert_bias=True, **made),
-        fz.Dispatch(experts, process_group=mesh, **options),
-        fz.GroupedLinear(experts, hidden, 2 * inner, **grouped),
-        fz.ScaledSwiGLU(),
-        fz.GroupedLinear(experts, inner, hidden, **grouped),
-        fz.Combine(process_group=mesh, symmetric_memory=options.get("symmetric_memory", True)),
-    )
-    with torch.no_grad():
-        for w in block.parameters():
-            w.normal_(std=w.shape[-1] ** -0.5)
-    return block if mesh is None else fz.expert_parallel(block, mesh)
+    return fusible_block(shape, device, mesh=mesh, expert_bias=True, **options)
 
 
 def with_shared_expert(block: fz.Sequential, shape: Shape, device: torch.device) -> fz.Sequential:
@@ -413,44 +397,6 @@ def over_processes(t: Tensor, setup: Setup) -> Tensor:
     return t.cpu()
 
 
-def graph_and_waits(setup: Setup, report: dict[str, Any]) -> None:
-    """The default mode: no wait for the device, and a graph replayed with other routing."""
-    made = ours_from_dispatch(setup.shape, setup.mesh, setup.device)
-    tokens = setup.shape.tokens // 8
-    given = given_tokens(setup, setup.rank, tokens)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step_of(*made, given)
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step_of(*made, given)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    report["no wait for the device"] = True
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        captured = step_of(*made, given)
-    same, outputs = [], []
-    for seed in range(1, 4):
-        for t, new in zip(given, given_tokens(setup, setup.rank, tokens, seed), strict=True):
-            t.copy_(new)
-        graph.replay()
-        outputs.append([t.clone() for t in captured])
-        want = step_of(*made, given)
-        same += [torch.equal(a, b) for a, b in zip(outputs[-1], want, strict=True)]
-    moved = not any(torch.equal(a, b) for a, b in zip(*outputs[:2], strict=True))
-    torch.cuda.synchronize()
-    graph.reset()  # before the group that it communicates by
-    bad = over_processes(torch.tensor([not all(same), not moved]), setup)
-    report["graph replayed with other routing"] = {"same bits": not bad[0], "differs": not bad[1]}
-    if bad.any():
-        report["failures"].append("a replayed graph differs from a call")
-
-
 # --- time -----------------------------------------------------------------------------------------
 
 
@@ -484,15 +430,13 @@ def measure(setup: Setup, calls: dict[str, Callable[[], Any]]) -> dict[str, dict
 
 def timed(setup: Setup, call: Callable[[], Any]) -> tuple[Callable[[], float], float]:
     """What gives the milliseconds on the device, once it is done, and those of the host."""
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * setup.on_gpu)]
-    for event in events[:1]:
-        event.record()
-    begun = time.perf_counter()
-    call()
+    begun, finish = time.perf_counter(), None
+    if setup.on_gpu:
+        finish = measuring.timed(call)
+    else:
+        call()
     ms = 1e3 * (time.perf_counter() - begun)
-    for event in events[1:]:
-        event.record()
-    return (lambda: events[0].elapsed_time(events[1])) if events else (lambda: ms), ms
+    return finish or (lambda: ms), ms
 
 
 class Step:
@@ -599,12 +543,7 @@ class Ways:
         """Peak MB of a step beyond tokens, weights and gradients, where it needs most."""
         peaks = []
         for step in self.steps.values():
-            step()
-            torch.cuda.synchronize()
-            before = torch.cuda.memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-            step()
-            peaks.append((torch.cuda.max_memory_allocated() - before) / 2**20)
+            peaks.append(measuring.peak_mb(step))
             for t in step.leaves:
                 t.grad = None
         most = over_processes(torch.tensor(peaks), self.setup).tolist()
@@ -669,12 +608,10 @@ def stacks(setup: Setup, report: dict[str, Any]) -> None:
 def run(setup: Setup, path: Path | None, limit: float) -> dict[str, Any]:
     """Every part while there is time, and its results written by the first process."""
     begun = time.monotonic()
-    machine = environment() if setup.on_gpu else {"gpu": "none", "torch": torch.__version__}
-    sizes = setup.shape._asdict()
+    machine, sizes = measuring.environment(), setup.shape._asdict()
     report: dict[str, Any] = {"environment": machine, "processes": setup.processes, "sizes": sizes}
     report |= {"seconds": {}, "failures": []}
-    parts = [correctness, *([graph_and_waits] if setup.on_gpu else []), blocks, stacks]
-    for part in parts:
+    for part in (correctness, blocks, stacks):
         left = torch.tensor([limit - (time.monotonic() - begun)], device=setup.device)
         dist.broadcast(left, 0)  # all processes go on, or none
         if left.item() < 0.15 * limit:
@@ -691,9 +628,8 @@ def run(setup: Setup, path: Path | None, limit: float) -> dict[str, Any]:
             print(f"{part.__name__}: {report['seconds'][part.__name__]:.0f} s", flush=True)
         if setup.on_gpu:
             torch.cuda.empty_cache()
-        if path is not None and setup.rank == 0:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(report, indent=1) + "\n")
+        if setup.rank == 0:
+            measuring.write(path, report)
     return report
 
 
@@ -708,8 +644,6 @@ def table(report: dict[str, Any]) -> str:
             lines.append(f"{mode:>8}: {same} of {len(cells)} with the same bits, error {worst:.1e}")
         else:
             lines.append(f"{mode}: {cases:.1e}")
-    for name in ("no wait for the device", "graph replayed with other routing"):
-        lines.append(f"{name}: {report.get(name)}")
     skewed = report.get("skew", {}).get("block", {})
     for name, cell in report.get("block", {}).items():
         extra = f"; skewed {skewed[name]['ms']:.2f}" if name in skewed else ""
@@ -727,11 +661,7 @@ def table(report: dict[str, Any]) -> str:
 
 def draw(report: dict[str, Any], path: Path) -> None:
     """Time by way: compute, and what communication adds to it."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
+    plt = measuring.pyplot()
     figure, both = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained", sharey=True)
     titles = {"balanced": report["block"], "hottest process 1.5x": report["skew"]["block"]}
     for axes, (title, cells) in zip(both, titles.items(), strict=True):
@@ -754,10 +684,9 @@ def draw(report: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     """Measure and print, or draw."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = measuring.parser_of(__doc__)
     parser.add_argument("--tiny", action="store_true", help="few tokens, on CPUs")
     parser.add_argument("--shape", default="qwen3-30b", choices=WEIGHTED)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--limit", type=float, default=240, help="seconds, then it ends")
     parser.add_argument("--draw", type=Path, help="only draw this file's results beside it")
     args = parser.parse_args()
@@ -780,7 +709,7 @@ def main() -> None:
     dist.init_process_group("gloo" if args.tiny else "nccl", timeout=timeout, **options)
     mesh = init_device_mesh(device.type, (processes,))
     shape, runs, layers = (TINY, 1, 2) if args.tiny else (SHAPES[args.shape], 12, 4)
-    path = args.json
+    path = args.out
     if path is None and not args.tiny:
         path = Path(os.environ.get("OUT", "benchmarks/results")) / "expert_parallel.json"
     setup = Setup(device, mesh, rank, processes, shape, runs, layers)

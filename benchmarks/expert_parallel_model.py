@@ -12,6 +12,7 @@ has the table.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -126,13 +127,12 @@ COLUMNS = (
 )
 
 
-def table() -> str:
-    """The estimates as Markdown."""
+def rows() -> Iterator[tuple[str, ...]]:
+    """The estimates, as cells of `COLUMNS`."""
     measured = Measured.read()
-    lines = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
     for gpus, processes, mode in LAYOUTS:
         many, few = (estimate(measured, gpus, processes, mode, n) for n in (TOKENS, 4096))
-        cells = (
+        yield (
             f"{gpus}, {processes}",
             f'`"{mode}"`',
             f"{1e3 * WEIGHTS / processes:.0f}",
@@ -143,9 +143,8 @@ def table() -> str:
             f"{few.step:.1f}",
             f"{few.gathered:.1f}",
         )
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    print(table())
+    for row in (COLUMNS, *rows()):
+        print(" | ".join(row))

@@ -7,16 +7,13 @@ flushed L2 cache. Printed is the time relative to BF16's of the tile that `few_r
 of the fastest one, and that of dequantizing, which is what happens beyond `max_rows`.
 """
 
-import argparse
 import itertools
-import json
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from decoding import MODELS, graph_of
-from grouped_gemm_sm90 import environment, measure
+from decoding import MODELS
+from measuring import environment, graph_of, measure, parser_of, write
 from torch import Tensor
 
 from fusible.kernels import few_rows, grouped
@@ -85,9 +82,8 @@ def cell(weights: list[Tensor], tokens: int, top_k: int) -> list[dict[str, Any]]
 
 def main() -> None:
     """Run every cell, print it, write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--model", nargs="*", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--out", type=Path, help="JSON file to write")
     options = parser.parse_args()
     report: dict[str, Any] = {"environment": environment(), "cells": []}
     regrets = []
@@ -111,8 +107,7 @@ def main() -> None:
                 label = f"{row['product']} {row['format']}"
                 line += f" | {label} {ratios[0]:.2f} {best / us['BF16']:.2f} {ratios[1]:.2f}"
             print(line, flush=True)
-            if options.out:
-                options.out.write_text(json.dumps(report) + "\n")
+            write(options.out, report, indent=None)
     regrets.sort()
     print(
         f"chosen over best tile: median {regrets[len(regrets) // 2]:.3f}, worst {regrets[-1]:.3f}"

@@ -10,24 +10,18 @@ calls they consist of are counted in ``tests/system/test_overhead.py``.
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import Calls, grouped_mlp, host_microseconds, parser_of, write
 from torch import Tensor
 
-import fusible as fz
 from fusible import formulas
 from fusible.kernels import grouped
 
 GROUPS, HIDDEN, INNER, ROWS = 4, 16, 16, 8
-
-Cases = dict[str, Callable[[], Any]]
+CPU: dict[str, Any] = {"device": "cpu", "dtype": torch.float32}
 
 
 class GroupedProduct(torch.autograd.Function):
@@ -54,39 +48,15 @@ def plain_mlp(x: Tensor, w1: Tensor, w2: Tensor, splits: Tensor, scales: Tensor)
     return GroupedProduct.apply(hidden, w2, ends)
 
 
-def grouped_mlp(single: bool, groups: int = GROUPS) -> fz.Sequential:
-    """The grouped MLP as users write it."""
-    options = {"bias": False, "single_grouped_weight": single}
-    return fz.Sequential(
-        fz.GroupedLinear(groups, HIDDEN, 2 * INNER, **options),
-        fz.ScaledSwiGLU(),
-        fz.GroupedLinear(groups, INNER, HIDDEN, **options),
-    )
-
-
-def medians(cases: Cases, repeats: int) -> dict[str, float]:
-    """Median microseconds of each case, all of them interleaved call by call."""
-    times: dict[str, list[float]] = {name: [] for name in cases}
-    for case in cases.values():
-        for _ in range(20):
-            case()
-    for _ in range(repeats):
-        for name, case in cases.items():
-            start = time.perf_counter()
-            case()
-            times[name].append(time.perf_counter() - start)
-    return {name: 1e6 * statistics.median(values) for name, values in times.items()}
-
-
-def cases() -> list[Cases]:
+def cases() -> list[Calls]:
     """What is compared, by name; those of one dictionary are measured interleaved."""
     torch.manual_seed(0)
     x = torch.randn(ROWS, HIDDEN, requires_grad=True)
     scales = torch.rand(ROWS, requires_grad=True)
     splits = torch.tensor([3, 0, 4, 1])
-    mlp = grouped_mlp(single=True)
+    mlp = grouped_mlp(HIDDEN, INNER, GROUPS, **CPU)
     w1, w2 = mlp[0].weight, mlp[2].weight
-    many = grouped_mlp(single=False, groups=128)
+    many = grouped_mlp(HIDDEN, INNER, 128, single_grouped_weight=False, **CPU)
     many_splits = torch.zeros(128, dtype=torch.int64)
     many_splits[5] = ROWS
     dy = torch.ones(ROWS, HIDDEN)
@@ -130,7 +100,7 @@ def measure(repeats: int) -> dict[str, float]:
     """Median microseconds, by case."""
     times: dict[str, float] = {}
     for compared in cases():
-        times |= medians(compared, repeats)
+        times |= host_microseconds(compared, repeats)
     return times
 
 
@@ -144,17 +114,15 @@ def overhead(times: dict[str, float]) -> dict[str, float]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--repeats", type=int, default=2000, help="calls of each case")
-    parser.add_argument("--json", type=Path, help="write the numbers to this file")
-    args = parser.parse_args()
-    times = measure(args.repeats)
+    options = parser.parse_args()
+    times = measure(options.repeats)
     for name, value in times.items():
         print(f"{name:42s} {value:8.1f} us")
     for name, value in overhead(times).items():
         print(f"added by Sequential, {name:21s} {value:8.1f} us")
-    if args.json:
-        args.json.write_text(json.dumps({"microseconds": times}, indent=2) + "\n")
+    write(options.out, {"microseconds": times})
 
 
 if __name__ == "__main__":

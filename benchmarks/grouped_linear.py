@@ -1,34 +1,26 @@
 """One GroupedLinear through autograd on Hopper: forward, data gradient, weight gradient.
 
-    python benchmarks/grouped_linear.py [--config NAME ...] [--shape H,I,E,M ...] [--out DIR]
+    python benchmarks/grouped_linear.py [--config NAME ...] [--shape H,I,E,M ...] [--out FILE]
 
 Both linears of each grouped MLP (FC1: H to 2I, FC2: I to H). Contestants: fusible fused and
 unfused; PyTorch's grouped_mm; quack's kernel in its best known tile (no autograd; only for the
 known shapes); a dense cuBLAS product of the same FLOPs. All of a cell run interleaved in one
-process, L2 flushed, CUDA events, median. Writes grouped_linear.json and grouped_linear.png.
+process, L2 flushed, CUDA events, median. Writes the results and a picture
+beside them.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import measuring
 import torch
 import torch.nn.functional as F
-from grouped_gemm_sm90 import (
-    CONFIGS,
-    Config,
-    environment,
-    measure,
-    quack_calls,
-    split_sizes,
-    tensors,
-)
-from grouped_mlp import TINY, Calls, cell_line, draw, host_microseconds
+from grouped_gemm_sm90 import quack_calls
+from grouped_mlp import draw, measure_cells
 from torch import Tensor
 
 import fusible as fz
@@ -46,11 +38,11 @@ LINEARS = {
 class Problem:
     """One linear of a grouped MLP with its operands, and the ways to run it."""
 
-    def __init__(self, config: Config, split: str, which: str) -> None:
-        self.which, t = which, tensors(config, split)
-        self.tensors, (names, _) = t, LINEARS[which]
-        self.x, weight, self.dy = (t[name] for name in names)
-        self.sizes = torch.tensor(split_sizes(config, split), device="cuda")
+    def __init__(self, config: measuring.Config, split: str, which: str) -> None:
+        sizes, (names, _) = measuring.split_sizes(config, split), LINEARS[which]
+        self.which, self.tensors = which, measuring.tensors(config, sizes)
+        self.x, weight, self.dy = (self.tensors[name] for name in names)
+        self.sizes = torch.tensor(sizes, device="cuda")
         groups, out_features, in_features = weight.shape
         self.linear = fz.GroupedLinear(
             groups,
@@ -73,7 +65,7 @@ class Problem:
         """PyTorch's grouped product."""
         return F.grouped_mm(x, self.weight.mT, offs=self.sizes.cumsum(0).int())
 
-    def ways(self, way: Callable[[Tensor], Tensor]) -> Calls:
+    def ways(self, way: Callable[[Tensor], Tensor]) -> measuring.Calls:
         """Every pass of one way; the backwards are for one of the two operands."""
         x = self.x.detach().requires_grad_()
         self.weight.requires_grad_(False)
@@ -90,7 +82,7 @@ class Problem:
             "wgrad": gradient(of_weight, self.weight),
         }
 
-    def unfused(self) -> Calls:
+    def unfused(self) -> measuring.Calls:
         """Ours as it runs on a GPU that no rule serves."""
 
         def within(call: Callable[[], Any]) -> Callable[[], Any]:
@@ -103,18 +95,18 @@ class Problem:
         with assume_target("sm80"):
             return {what: within(call) for what, call in self.ways(self.ours).items()}
 
-    def dense(self) -> Calls:
+    def dense(self) -> measuring.Calls:
         """The same FLOPs with one weight for all rows, by cuBLAS."""
         x, dy, w = self.x.detach(), self.dy, self.weight.detach()[0]
         return {"forward": lambda: x @ w.T, "dgrad": lambda: dy @ w, "wgrad": lambda: dy.T @ x}
 
-    def quack(self, name: str, split: str) -> Calls:
+    def quack(self, name: str, split: str) -> measuring.Calls:
         """Quack's kernels."""
         calls = quack_calls(self.tensors, name, split)
         _, ops = LINEARS[self.which]
         return {what: calls[op] for what, op in zip(PASSES, ops, strict=True) if op}
 
-    def passes(self, name: str | None, split: str) -> dict[str, Calls]:
+    def passes(self, name: str | None, split: str) -> dict[str, measuring.Calls]:
         """Every pass, with the calls that do it."""
         ways = {
             "fused": self.ways(self.ours),
@@ -122,7 +114,7 @@ class Problem:
             "torch": self.ways(self.pytorch),
             "cublas dense": self.dense(),
         }
-        if name in CONFIGS:
+        if name in measuring.CONFIGS:
             with contextlib.suppress(ImportError):
                 ways["quack"] = self.quack(name, split)
         return {
@@ -131,24 +123,20 @@ class Problem:
         }
 
 
-def run(shapes: dict[str, Config]) -> dict[str, Any]:
+def run(shapes: dict[str, measuring.Config]) -> dict[str, Any]:
     """Measure every shape."""
-    report: dict[str, Any] = {"environment": environment(), "cells": []}
-    for name, config in shapes.items():
-        for split in ("balanced", "skewed"):
-            for which in LINEARS:
-                problem = Problem(config, split, which)
-                for what, calls in problem.passes(name, split).items():
-                    ms = measure(calls)
-                    best = min(t for who, t in ms.items() if who in ("torch", "quack"))
-                    cell = {"config": f"{name} {which}", "split": split, "pass": what, "ms": ms}
-                    report["cells"].append({**cell, "best_peer": best / ms["fused"]})
-                    print(cell_line(report["cells"][-1]), flush=True)
-                del problem, calls
-                torch.cuda.empty_cache()
-    tiny = Problem(TINY, "balanced", "fc1")
+    report: dict[str, Any] = {"environment": measuring.environment(), "cells": []}
+    for name, split, config in measuring.with_splits(shapes):
+        for which in LINEARS:
+            passes = Problem(config, split, which).passes(name, split)
+            report["cells"] += measure_cells(f"{name} {which}", split, passes)
+            del passes
+            torch.cuda.empty_cache()
+    tiny = Problem(measuring.TINY, "balanced", "fc1")
     report["host_us"] = {
-        what: host_microseconds({who: calls[who] for who in ("fused", "unfused", "torch")})
+        what: measuring.host_microseconds(
+            {who: calls[who] for who in ("fused", "unfused", "torch")}
+        )
         for what, calls in tiny.passes(None, "balanced").items()
     }
     return report
@@ -156,23 +144,17 @@ def run(shapes: dict[str, Config]) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, print, write and draw."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--config", nargs="*", default=list(CONFIGS), choices=list(CONFIGS))
-    parser.add_argument("--shape", nargs="*", default=[], help="hidden,inner,experts,rows")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser = measuring.parser_of(__doc__, "grouped_linear.json")
+    measuring.add_shapes(parser)
     parser.add_argument("--redraw", action="store_true", help="only draw what was measured")
     options = parser.parse_args()
-    written = options.out / "grouped_linear.json"
     if options.redraw:
-        draw(json.loads(written.read_text())["cells"], written.with_suffix(".png"), PASSES, TITLE)
-        return
-    shapes = {name: CONFIGS[name] for name in options.config}
-    shapes |= {text: Config(*map(int, text.split(","))) for text in options.shape}
-    report = run(shapes)
-    print("host_us", json.dumps(report["host_us"], indent=1))
-    options.out.mkdir(parents=True, exist_ok=True)
-    written.write_text(json.dumps(report, indent=1) + "\n")
-    draw(report["cells"], written.with_suffix(".png"), PASSES, TITLE)
+        report = json.loads(options.out.read_text())
+    else:
+        report = run(measuring.shapes_of(options))
+        print("host_us", json.dumps(report["host_us"], indent=1))
+        measuring.write(options.out, report)
+    draw(report["cells"], options.out.with_suffix(".png"), PASSES, TITLE)
 
 
 if __name__ == "__main__":

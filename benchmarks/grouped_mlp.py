@@ -1,11 +1,11 @@
 """The grouped MLP through Sequential and autograd, against what else there is on Hopper.
 
-    python benchmarks/grouped_mlp.py [--config NAME ...] [--shape H,I,E,M ...] [--out DIR]
+    python benchmarks/grouped_mlp.py [--config NAME ...] [--shape H,I,E,M ...] [--out FILE]
 
 Contestants: fusible fused and unfused; PyTorch's grouped_mm with a compiled activation; quack's
 kernels back to back in their best known tiles (no autograd; only for the known shapes); dense
 cuBLAS products of the same FLOPs. All of a cell run interleaved in one process, L2 flushed, CUDA
-events, median. Writes grouped_mlp.json and grouped_mlp.png.
+events, median. Writes grouped_mlp.json and a picture beside it.
 
     python benchmarks/grouped_mlp.py --recipe fp8_block [NAME ...]
 
@@ -16,27 +16,18 @@ once (``reuse_quantized_weights``), and stored. Writes grouped_mlp_recipes.json 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
 import json
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import measuring
 import torch
 import torch.nn.functional as F
-from grouped_gemm_sm90 import (
-    CONFIGS,
-    Config,
-    environment,
-    measure,
-    quack_calls,
-    split_sizes,
-    tensors,
-)
+from grouped_gemm_sm90 import quack_calls
 from torch import Tensor
 
 import fusible as fz
@@ -44,9 +35,6 @@ from fusible.kernels.grouped import Glu
 from fusible.kernels.sm90.grouped_products import cached_products
 from fusible.kernels.sm90.tiles import rows_bucket
 from fusible.testing import assume_target
-
-Calls = dict[str, Callable[[], Any]]
-TINY = Config(256, 128, 8, 512)
 
 
 @torch.compile(dynamic=False)
@@ -59,21 +47,24 @@ def activation(h: Tensor, prob: Tensor) -> Tensor:
 class Problem:
     """One grouped MLP with its operands, and the ways to run it."""
 
-    def __init__(self, config: Config, split: str) -> None:
-        self.config, self.split = config, split
-        self.t = tensors(config, split)
-        self.sizes = torch.tensor(split_sizes(config, split), device="cuda")
+    def __init__(
+        self,
+        config: measuring.Config,
+        split: str,
+        act: fz.ops.BasicOperation | None = None,
+        alignment: int = 1,
+    ) -> None:
+        """The rows of each expert are rounded up to ``alignment``."""
+        sizes = [-(-n // alignment) * alignment for n in measuring.split_sizes(config, split)]
+        hidden, inner, experts, _ = config
+        self.split = split
+        self.t = measuring.tensors(config._replace(rows=max(config.rows, sum(sizes))), sizes)
+        self.sizes = torch.tensor(sizes, device="cuda")
         self.x = self.t["x"].requires_grad_()
         self.prob = self.t["scales"].requires_grad_()
         self.dy = self.t["dy"]
-        hidden, inner, experts, _ = config
-        options = {"device": "cuda", "dtype": torch.bfloat16, "bias": False}
-        options["single_grouped_weight"] = True
-        self.mlp = fz.Sequential(
-            fz.GroupedLinear(experts, hidden, 2 * inner, **options),
-            fz.ScaledSwiGLU(),
-            fz.GroupedLinear(experts, inner, hidden, **options),
-        )
+        options = {"split_alignment": alignment}
+        self.mlp = measuring.grouped_mlp(hidden, inner, experts, act, **options)
         with torch.no_grad():
             self.mlp[0].weight.copy_(self.t["w1"])
             self.mlp[2].weight.copy_(self.t["w2"])
@@ -104,7 +95,7 @@ class Problem:
         y = forward()
         return (y, *torch.autograd.grad(y, self.leaves, self.dy))
 
-    def dense(self) -> Calls:
+    def dense(self) -> measuring.Calls:
         """The matrix products alone, with one weight for all rows, by cuBLAS."""
         t, (w1, w2) = self.t, (self.t["w1"][0], self.t["w2"][0])
 
@@ -119,7 +110,7 @@ class Problem:
 
         return {"forward": forward, "forward + backward": both}
 
-    def quack(self, name: str) -> Calls:
+    def quack(self, name: str) -> measuring.Calls:
         """Fused kernels of quack, one after the other."""
         k = quack_calls({key: v.detach() for key, v in self.t.items()}, name, self.split)
 
@@ -133,49 +124,22 @@ class Problem:
             "forward + backward": run("glu_keep", "fc2", *backward),
         }
 
-    def passes(self, name: str | None) -> dict[str, Calls]:
+    def passes(self, name: str | None) -> dict[str, measuring.Calls]:
         """Every pass, with the calls that do it."""
         ways = self.contestants()
-        passes: dict[str, Calls] = {
+        passes: dict[str, measuring.Calls] = {
             "inference": {who: torch.no_grad()(way) for who, way in ways.items()},
             "forward": dict(ways),
             "forward + backward": {who: (lambda w=way: self.step(w)) for who, way in ways.items()},
         }
         peers = {"cublas dense": self.dense()}
-        if name in CONFIGS:
+        if name in measuring.CONFIGS:
             with contextlib.suppress(ImportError):
                 peers["quack"] = self.quack(name)
         for who, calls in peers.items():
             for what, call in calls.items():
                 passes[what][who] = call
         return passes
-
-
-def graphed(call: Callable[[], Any]) -> Callable[[], Any]:
-    """``call`` as a replayed CUDA graph."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
-
-
-def host_microseconds(calls: Calls, repeats: int = 200) -> dict[str, float]:
-    """Median host time of a call, the device idle before each."""
-    times: dict[str, list[float]] = {who: [] for who in calls}
-    for turn in range(repeats + 20):
-        for who, call in calls.items():
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            call()
-            taken = time.perf_counter() - start
-            if turn >= 20:
-                times[who].append(1e6 * taken)
-    return {who: sorted(values)[len(values) // 2] for who, values in times.items()}
 
 
 class Idle(torch.autograd.Function):
@@ -219,29 +183,13 @@ def host_phases(problem: Problem) -> dict[str, float]:
         first.wgrad(d_preact, x, ends)
         first.dgrad(d_preact, at1, ends)
 
-    return host_microseconds({"autograd": autograd, "launches": launches})
+    return measuring.host_microseconds({"autograd": autograd, "launches": launches})
 
 
 def memory(problem: Problem, forward: Callable[[], Tensor]) -> dict[str, float]:
     """MB saved for the backward beside inputs and weights, and peak MB over forward + backward."""
-    own = {t.untyped_storage().data_ptr() for t in (problem.w1, problem.w2, problem.prob)}
-    saved: dict[int, int] = {}
-
-    def pack(t: Tensor) -> Tensor:
-        storage = t.untyped_storage()
-        if storage.data_ptr() not in own:
-            saved[storage.data_ptr()] = storage.nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        y = forward()
-    del y
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    problem.step(forward)
-    peak = torch.cuda.max_memory_allocated() - before
-    return {"saved_mb": sum(saved.values()) / 2**20, "peak_mb": peak / 2**20}
+    saved = measuring.saved_mb(forward, (problem.w1, problem.w2, problem.prob))
+    return {"saved_mb": saved, "peak_mb": measuring.peak_mb(partial(problem.step, forward))}
 
 
 def exact(problem: Problem) -> list[Tensor]:
@@ -261,28 +209,11 @@ def exact(problem: Problem) -> list[Tensor]:
 def errors(problem: Problem) -> dict[str, list[float]]:
     """Relative error of output, dx, dprob, dw1, dw2, by contestant."""
     want = exact(problem)
-    found = {}
-    for who, way in problem.contestants().items():
-        got = problem.step(way)
-        found[who] = [
-            ((a.float() - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True)
-        ]
-    return found
+    ways = problem.contestants()
+    return {who: measuring.relative_errors(problem.step(way), want) for who, way in ways.items()}
 
 
 _SCOPES = contextlib.ExitStack()
-RECIPES = {
-    "fp8_block": fz.recipes.Float8BlockScaling(),
-    "fp8_block_decoded": fz.recipes.Float8BlockScaling(fp8_products=False),
-    "mxfp8": fz.recipes.MXFP8BlockScaling(),
-    "mxfp8_fp8": fz.recipes.MXFP8BlockScaling(fp8_products=True),
-    "fp8_current": fz.recipes.Float8CurrentScaling(),
-    "fp8_current_decoded": fz.recipes.Float8CurrentScaling(fp8_products=False),
-    "nvfp4": fz.recipes.NVFP4BlockScaling(
-        disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True
-    ),
-    "nvfp4_as_trained_with": fz.recipes.NVFP4BlockScaling(),
-}
 
 
 def recipe_ways(
@@ -294,7 +225,7 @@ def recipe_ways(
     """
     ways: dict[str, tuple[fz.Sequential, Any]] = {"bf16": (module, None)}
     for name in names:
-        recipe, reused = RECIPES[name], copy.deepcopy(module)
+        recipe, reused = measuring.RECIPES[name], copy.deepcopy(module)
         _SCOPES.enter_context(fz.reuse_quantized_weights(reused))  # for good
         stored = copy.deepcopy(module)
         for fc in [op for op in stored if isinstance(op, fz.GroupedLinear)]:
@@ -305,12 +236,12 @@ def recipe_ways(
     return ways
 
 
-def recipe_passes(problem: Problem, names: Sequence[str]) -> dict[str, Calls]:
+def recipe_passes(problem: Problem, names: Sequence[str]) -> dict[str, measuring.Calls]:
     """Forward alone and both passes, in BF16 and under recipes."""
     ways = recipe_ways(problem.mlp, names)
 
     def forward(mlp: fz.Sequential, recipe: Any) -> Tensor:
-        with fz.autocast(enabled=recipe is not None, recipe=recipe):
+        with measuring.under(recipe):
             return mlp(problem.x, problem.sizes, problem.prob, problem.sizes)
 
     def both(mlp: fz.Sequential, recipe: Any) -> tuple[Tensor, ...]:
@@ -326,22 +257,20 @@ def recipe_passes(problem: Problem, names: Sequence[str]) -> dict[str, Calls]:
     }
 
 
-def run_recipes(shapes: dict[str, Config], names: Sequence[str]) -> dict[str, Any]:
+def run_recipes(shapes: dict[str, measuring.Config], names: Sequence[str]) -> dict[str, Any]:
     """Measure every shape under recipes, with the times relative to BF16."""
-    report: dict[str, Any] = {"environment": environment(), "cells": []}
-    for name, config in shapes.items():
-        for split in ("balanced", "skewed"):
-            problem = Problem(config, split)
-            for what, calls in recipe_passes(problem, names).items():
-                ms = measure(calls)
-                faster = {who: ms["bf16"] / t for who, t in ms.items()}
-                report["cells"].append(
-                    {"config": name, "split": split, "pass": what, "ms": ms, "faster": faster}
-                )
-                times = "  ".join(f"{who} {t:.4f} ({faster[who]:.2f}x)" for who, t in ms.items())
-                print(f"{name:14s} {split:9s} {what:19s} {times}", flush=True)
-            del problem, calls
-            torch.cuda.empty_cache()
+    report: dict[str, Any] = {"environment": measuring.environment(), "cells": []}
+    for name, split, config in measuring.with_splits(shapes):
+        for what, calls in recipe_passes(Problem(config, split), names).items():
+            ms = measuring.measure(calls)
+            faster = {who: ms["bf16"] / t for who, t in ms.items()}
+            report["cells"].append(
+                {"config": name, "split": split, "pass": what, "ms": ms, "faster": faster}
+            )
+            times = "  ".join(f"{who} {t:.4f} ({faster[who]:.2f}x)" for who, t in ms.items())
+            print(f"{name:14s} {split:9s} {what:19s} {times}", flush=True)
+        del calls
+        torch.cuda.empty_cache()
     return report
 
 
@@ -351,11 +280,7 @@ PEERS = {"torch": "PyTorch", "quack": "quack"}
 
 def draw(cells: list[dict[str, Any]], path: Path, passes: Sequence[str], what: str) -> None:
     """Time of each peer over ours, per shape; in a CUDA graph where that was measured."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
+    plt = measuring.pyplot()
     times = {(c["config"], c["split"], c["pass"]): c["ms"] for c in cells}
     labels = list(dict.fromkeys((config, split) for config, split, _ in times))
     figure, panels = plt.subplots(
@@ -389,15 +314,11 @@ def draw(cells: list[dict[str, Any]], path: Path, passes: Sequence[str], what: s
 
 def draw_recipes(report: dict[str, Any], path: Path) -> None:
     """BF16's time over that under each recipe, per shape, with weights as given and stored."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
+    plt = measuring.pyplot()
     times = {(c["config"], c["split"], c["pass"]): c["ms"] for c in report["cells"]}
     labels = list(dict.fromkeys(key[:2] for key in times))
     passes = list(dict.fromkeys(key[2] for key in times))
-    names = [name for name in RECIPES if name in next(iter(times.values()))]
+    names = [name for name in measuring.RECIPES if name in next(iter(times.values()))]
     figure, panels = plt.subplots(
         len(passes), sharex=True, figsize=(max(11, 1.3 * len(labels)), 7), layout="constrained"
     )
@@ -427,82 +348,81 @@ def draw_recipes(report: dict[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
-def cell_line(cell: dict[str, Any]) -> str:
-    """One row of the printed table."""
-    times = "  ".join(f"{who} {ms:.4f}" for who, ms in cell["ms"].items())
-    return (
-        f"{cell['config']:14s} {cell['split']:9s} {cell['pass']:19s} "
-        f"{cell['best_peer']:.3f}x  {times}"
-    )
+def measure_cells(
+    config: str, split: str, passes: dict[str, measuring.Calls]
+) -> list[dict[str, Any]]:
+    """Measure and print every pass of a shape, with the best peer's time over ours."""
+    cells = []
+    for what, calls in passes.items():
+        ms = measuring.measure(calls)
+        best = min(t for who, t in ms.items() if who in PEERS) / ms["fused"]
+        cell = {"config": config, "split": split, "pass": what, "ms": ms, "best_peer": best}
+        cells.append(cell)
+        times = "  ".join(f"{who} {t:.4f}" for who, t in ms.items())
+        print(f"{config:14s} {split:9s} {what:19s} {best:.3f}x  {times}", flush=True)
+    return cells
 
 
-def run(shapes: dict[str, Config]) -> dict[str, Any]:
+def run(shapes: dict[str, measuring.Config]) -> dict[str, Any]:
     """Measure every shape."""
-    report: dict[str, Any] = {"environment": environment(), "cells": [], "memory": {}}
-    for name, config in shapes.items():
-        for split in ("balanced", "skewed"):
-            problem = Problem(config, split)
-            passes = problem.passes(name)
-            if name == "small":
-                for what in ("forward", "forward + backward"):
-                    passes[f"{what}, graph"] = {
-                        who: graphed(call) for who, call in passes[what].items() if who != "unfused"
-                    }
-            for what, calls in passes.items():
-                ms = measure(calls)
-                best = min(t for who, t in ms.items() if who in ("torch", "quack"))
-                cell = {"config": name, "split": split, "pass": what, "ms": ms}
-                report["cells"].append({**cell, "best_peer": best / ms["fused"]})
-                print(cell_line(report["cells"][-1]), flush=True)
-            if split == "balanced":
-                report["memory"][name] = {
-                    who: memory(problem, way) for who, way in problem.contestants().items()
+    report: dict[str, Any] = {"environment": measuring.environment(), "cells": [], "memory": {}}
+    for name, split, config in measuring.with_splits(shapes):
+        problem = Problem(config, split)
+        passes = problem.passes(name)
+        if name == "small":
+            for what in ("forward", "forward + backward"):
+                passes[f"{what}, graph"] = {
+                    who: measuring.graph_of(call).replay
+                    for who, call in passes[what].items()
+                    if who != "unfused"
                 }
-            if name in ("qwen3-30b", "small"):
-                report.setdefault("errors", {})[f"{name} {split}"] = errors(problem)
-            del problem, passes, calls
-            torch.cuda.empty_cache()
-    tiny = Problem(TINY, "balanced")
+        report["cells"] += measure_cells(name, split, passes)
+        if split == "balanced":
+            report["memory"][name] = {
+                who: memory(problem, way) for who, way in problem.contestants().items()
+            }
+        if name in ("qwen3-30b", "small"):
+            report.setdefault("errors", {})[f"{name} {split}"] = errors(problem)
+        del problem, passes
+        torch.cuda.empty_cache()
+    tiny = Problem(measuring.TINY, "balanced")
     report["host_us"] = {
-        what: host_microseconds({who: calls[who] for who in tiny.contestants()})
+        what: measuring.host_microseconds({who: calls[who] for who in tiny.contestants()})
         for what, calls in tiny.passes(None).items()
     }
     report["host_us"]["phases"] = host_phases(tiny)
     return report
 
 
+def draw_report(report: dict[str, Any], path: Path) -> None:
+    """Draw what `run` or `run_recipes` measured."""
+    if "memory" in report:
+        draw(report["cells"], path, PASSES, TITLE)
+    else:
+        draw_recipes(report, path)
+
+
 def main() -> None:
     """Measure, print, write and draw."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--config", nargs="*", default=list(CONFIGS), choices=list(CONFIGS))
-    parser.add_argument("--shape", nargs="*", default=[], help="hidden,expert,experts,rows")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--recipe", nargs="+", default=[], choices=list(RECIPES))
+    parser = measuring.parser_of(__doc__)
+    measuring.add_shapes(parser)
+    parser.add_argument("--recipe", nargs="+", default=[], choices=list(measuring.RECIPES))
     parser.add_argument("--draw", type=Path, help="only draw this file's results beside it")
     options = parser.parse_args()
     if options.draw:
-        report, picture = json.loads(options.draw.read_text()), options.draw.with_suffix(".png")
-        if "memory" in report:
-            draw(report["cells"], picture, PASSES, TITLE)
-        else:
-            draw_recipes(report, picture)
+        report = json.loads(options.draw.read_text())
+        draw_report(report, options.draw.with_suffix(".png"))
         return
-    written = options.out / "grouped_mlp.json"
-    shapes = {name: CONFIGS[name] for name in options.config}
-    shapes |= {text: Config(*map(int, text.split(","))) for text in options.shape}
+    shapes = measuring.shapes_of(options)
     if options.recipe:
-        written = written.with_name("grouped_mlp_recipes.json")
-        written.parent.mkdir(parents=True, exist_ok=True)
-        report = run_recipes(shapes, options.recipe)
-        written.write_text(json.dumps(report, indent=1) + "\n")
-        draw_recipes(report, written.with_suffix(".png"))
-        return
-    report = run(shapes)
-    for key in ("host_us", "memory", "errors"):
-        print(key, json.dumps(report.get(key), indent=1, default=str))
-    options.out.mkdir(parents=True, exist_ok=True)
-    written.write_text(json.dumps(report, indent=1) + "\n")
-    draw(report["cells"], written.with_suffix(".png"), PASSES, TITLE)
+        name, report = "grouped_mlp_recipes.json", run_recipes(shapes, options.recipe)
+    else:
+        name, report = "grouped_mlp.json", run(shapes)
+        for key in ("host_us", "memory", "errors"):
+            print(key, json.dumps(report.get(key), indent=1, default=str))
+    out = options.out or measuring.RESULTS / name
+    measuring.write(out, report)
+    draw_report(report, out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -7,8 +7,6 @@ node that calls the kernels, and by the ops. All cases take turns; a turn times 
 synchronisation, after one that is not timed. Prints medians, also relative to BF16's.
 """
 
-import argparse
-import json
 import statistics
 import sys
 import time
@@ -18,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from grouped_gemm_sm90 import environment
+from measuring import RECIPES, environment, grouped_mlp, parser_of, under, write
 
 import fusible as fz
-from fusible.recipes import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
@@ -33,12 +30,12 @@ CASES: dict[str, dict[str, Any]] = {
     "BF16, a bias for each expert": {"bias": True},
     "BF16, a weight for each expert": {"single_grouped_weight": False},
     "BF16, main_grad": {"accumulate_into_main_grad": True},
-    "FP8 block, weights stored": {"recipe": Float8BlockScaling(), "stored": True},
-    "FP8 block, quantized in every forward": {"recipe": Float8BlockScaling()},
-    "FP8 block, main_grad": {"recipe": Float8BlockScaling(), "accumulate_into_main_grad": True},
-    "FP8 current, weights stored": {"recipe": Float8CurrentScaling(), "stored": True},
+    "FP8 block, weights stored": {"recipe": RECIPES["fp8_block"], "stored": True},
+    "FP8 block, quantized in every forward": {"recipe": RECIPES["fp8_block"]},
+    "FP8 block, main_grad": {"recipe": RECIPES["fp8_block"], "accumulate_into_main_grad": True},
+    "FP8 current, weights stored": {"recipe": RECIPES["fp8_current"], "stored": True},
     "MXFP8 by FP8 products, weights stored": {
-        "recipe": MXFP8BlockScaling(fp8_products=True),
+        "recipe": RECIPES["mxfp8_fp8"],
         "stored": True,
     },
 }
@@ -46,14 +43,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 def calls_of(recipe: Any = None, stored: bool = False, **options: Any) -> dict[str, Callable]:
     """A forward with its backward, and an inference."""
-    options = {"bias": False, "single_grouped_weight": True} | options
-    options |= {"dtype": torch.bfloat16, "device": "cuda"}
     with fz.quantized_model_init(enabled=stored, recipe=recipe):
-        mlp = fz.Sequential(
-            fz.GroupedLinear(GROUPS, HIDDEN, 2 * INNER, **options),
-            fz.ScaledSwiGLU(),
-            fz.GroupedLinear(GROUPS, INNER, HIDDEN, **options),
-        )
+        mlp = grouped_mlp(HIDDEN, INNER, GROUPS, **options)
     parameters = list(mlp.parameters())
     for parameter in parameters:
         parameter.main_grad = torch.zeros(parameter.shape, device="cuda")
@@ -63,7 +54,7 @@ def calls_of(recipe: Any = None, stored: bool = False, **options: Any) -> dict[s
     x.requires_grad_()
 
     def forward() -> torch.Tensor:
-        with fz.autocast(enabled=recipe is not None, recipe=recipe):
+        with under(recipe):
             return mlp(x, splits, scales, splits)
 
     def step() -> None:
@@ -100,9 +91,8 @@ def measure(turns: int) -> dict[str, dict[str, float]]:
 
 def main() -> None:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--turns", type=int, default=40)
-    parser.add_argument("--out", type=Path, help="JSON file to write")
     options = parser.parse_args()
     report = measure(options.turns)
     for name, times in report.items():
@@ -111,9 +101,7 @@ def main() -> None:
             for what, us in times.items()
         ]
         print(f"{name:40s} {'  '.join(columns)}")
-    if options.out:
-        cells = {"environment": environment(), "us": report}
-        options.out.write_text(json.dumps(cells, indent=1) + "\n")
+    write(options.out, {"environment": environment(), "us": report})
 
 
 if __name__ == "__main__":

@@ -6,19 +6,16 @@ forward's product alone, quantized beforehand: ours, PyTorch's and in BF16.
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
+from measuring import RECIPES, environment, graph_of, measure, parser_of, under, write
 
 import fusible as fz
 from fusible.kernels.dense import cuda
 from fusible.kernels.quantize.k_major import quantize_k_major
-from fusible.recipes import Float8BlockScaling
 
 SHAPES = [  # rows, in, out
     (8192, 4096, 4096),
@@ -29,8 +26,9 @@ SHAPES = [  # rows, in, out
     (8192, 7168, 2048),
     (4096, 8192, 8192),
 ]
-FP8 = Float8BlockScaling()
-RECIPES = {"bf16": None, "fp8": FP8, "dequantized": Float8BlockScaling(fp8_products=False)}
+FP8 = RECIPES["fp8_block"]
+WAYS = {"bf16": None, "fp8": FP8, "dequantized": RECIPES["fp8_block_decoded"]}
+REPLAYS = 4
 
 
 def calls_of(rows: int, features: int, out: int) -> dict[str, Callable[[], Any]]:
@@ -41,18 +39,18 @@ def calls_of(rows: int, features: int, out: int) -> dict[str, Callable[[], Any]]
     dy = torch.randn(rows, out, **options)
 
     def inference(recipe: Any) -> Any:
-        with fz.autocast(enabled=recipe is not None, recipe=recipe), torch.no_grad():
+        with under(recipe), torch.no_grad():
             return linear(x)
 
     def step(recipe: Any) -> Any:
-        with fz.autocast(enabled=recipe is not None, recipe=recipe):
+        with under(recipe):
             y = linear(x)
         return torch.autograd.grad(y, [x, linear.weight], dy)
 
     calls = {
-        f"{run.__name__} {name}": lambda run=run, recipe=recipe: run(recipe)
+        f"{run.__name__} {name}": partial(run, recipe)
         for run in (inference, step)
-        for name, recipe in RECIPES.items()
+        for name, recipe in WAYS.items()
     }
     weight, ends = linear.weight.detach(), torch.full((1,), rows, dtype=torch.int32, device="cuda")
     uses = {"rowwise": True, "columnwise": False}
@@ -69,50 +67,25 @@ def calls_of(rows: int, features: int, out: int) -> dict[str, Callable[[], Any]]
     }
 
 
-def captured(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    """A graph of a call that ran before."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph
-
-
-def milliseconds(graph: torch.cuda.CUDAGraph, flush: torch.Tensor, replays: int = 4) -> float:
-    """Of one replay."""
-    flush.zero_()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(replays):
+def replay(graph: torch.cuda.CUDAGraph) -> None:
+    """Several times, of which the L2 cache is flushed before the first."""
+    for _ in range(REPLAYS):
         graph.replay()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / replays
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", type=Path, help="write the numbers to this file")
-    args = parser.parse_args()
-    flush = torch.empty(128 << 20, dtype=torch.int8, device="cuda")
+    options = parser.parse_args()
     cases = []
     for rows, features, out in SHAPES:
-        graphs = {name: captured(call) for name, call in calls_of(rows, features, out).items()}
-        taken: dict[str, list[float]] = {name: [] for name in graphs}
-        for _ in range(args.rounds):
-            for name, graph in graphs.items():
-                taken[name].append(milliseconds(graph, flush))
-        ms = {name: statistics.median(of) for name, of in taken.items()}
+        calls = calls_of(rows, features, out)
+        graphs = {name: partial(replay, graph_of(call)) for name, call in calls.items()}
+        ms = {name: t / REPLAYS for name, t in measure(graphs, options.rounds).items()}
         cases.append({"rows": rows, "in": features, "out": out, "ms": ms})
         print(rows, features, out, {name: round(value, 3) for name, value in ms.items()})
-    if args.json:
-        about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
-        args.json.write_text(json.dumps({"environment": about, "cases": cases}, indent=1) + "\n")
+    write(options.out, {"environment": environment(), "cases": cases})
 
 
 if __name__ == "__main__":

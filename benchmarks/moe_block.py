@@ -21,18 +21,17 @@ copied, and while they are gathered. Only this takes Llama-4's block (``llama4-s
 
 from __future__ import annotations
 
-import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import measuring
 import torch
 import torch.nn.functional as F
-from grouped_gemm_sm90 import environment, measure
-from grouped_mlp import RECIPES, activation, graphed, recipe_ways
+from grouped_mlp import activation, recipe_ways
 from torch import Tensor
 
 import fusible as fz
@@ -61,26 +60,40 @@ SHAPES = {
     "llama4-scout": Shape(8192, 1, 5120, 8192, 16, scale_input=True),
 }
 WEIGHTED = [name for name, shape in SHAPES.items() if not shape.scale_input]
-Calls = dict[Any, Callable[[], Any]]
+Way = Callable[[Tensor], Tensor]
 
 
-def fusible_block(shape: Shape, recompute: bool = False, device: str = "cuda") -> fz.Sequential:
-    """Ours; with ``recompute`` the backward dispatches the tokens once more."""
+def fusible_block(
+    shape: Shape,
+    device: torch.device | str = "cuda",
+    *,
+    mesh: Any = None,
+    expert_bias: bool = False,
+    **options: Any,
+) -> fz.Sequential:
+    """Ours with random weights and ``options`` of the dispatch.
+
+    Over a mesh each process holds its experts.
+    """
     _, top_k, hidden, inner, experts, scale_input = shape
-    options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
-    grouped = {**options, "bias": False, "single_grouped_weight": True}
+    made: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+    linear = {**made, "bias": False, "single_grouped_weight": True}
     scores = {"score_function": "sigmoid", "normalize": False} if scale_input else {}
-    return fz.Sequential(
-        fz.TopKRouter(hidden, experts, top_k, **scores, **options),
-        fz.Dispatch(experts, scale_input=scale_input, recompute_rows=recompute),
-        fz.GroupedLinear(experts, hidden, 2 * inner, **grouped),
+    block = fz.Sequential(
+        fz.TopKRouter(hidden, experts, top_k, expert_bias=expert_bias, **scores, **made),
+        fz.Dispatch(experts, process_group=mesh, scale_input=scale_input, **options),
+        fz.GroupedLinear(experts, hidden, 2 * inner, **linear),
         fz.SwiGLU() if scale_input else fz.ScaledSwiGLU(),
-        fz.GroupedLinear(experts, inner, hidden, **grouped),
-        fz.Combine(),
+        fz.GroupedLinear(experts, inner, hidden, **linear),
+        fz.Combine(process_group=mesh, symmetric_memory=options.get("symmetric_memory", True)),
     )
+    with torch.no_grad():
+        for w in block.parameters():
+            w.normal_(std=w.shape[-1] ** -0.5)
+    return block if mesh is None else fz.expert_parallel(block, mesh)
 
 
-def apart(block: fz.Sequential) -> Callable[[Tensor], Tensor]:
+def apart(block: fz.Sequential) -> Way:
     """The same ops as four runs."""
     router, dispatch, combine, mlp = block[0], block[1], block[5], fz.Sequential(*block[2:5])
 
@@ -132,7 +145,7 @@ class Plain:
         return self.combine(self.fc2(self.fc1(rows, scales, ends), ends), order)
 
 
-def transformers_block(shape: Shape, way: str, *weights: Tensor) -> Callable[[Tensor], Tensor]:
+def transformers_block(shape: Shape, way: str, *weights: Tensor) -> Way:
     """``Qwen3MoeSparseMoeBlock`` on the same weights; ImportError where there is none."""
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
@@ -159,22 +172,32 @@ def transformers_block(shape: Shape, way: str, *weights: Tensor) -> Callable[[Te
 class Problem:
     """One block with its tokens, and the ways to run it."""
 
-    def __init__(self, shape: Shape, peers: tuple[str, ...]) -> None:
-        self.shape = shape
+    def __init__(self, shape: Shape) -> None:
         torch.manual_seed(0)
-        self.block = fusible_block(shape)
-        router, w1, w2 = (self.block[i].weight for i in (0, 2, 4))
-        with torch.no_grad():
-            for w in (router, w1, w2):
-                w.normal_(std=w.shape[-1] ** -0.5)
+        self.shape, self.block = shape, fusible_block(shape)
+        self.router, self.w1, self.w2 = (self.block[i].weight for i in (0, 2, 4))
         self.x = torch.randn(shape.tokens, shape.hidden, device="cuda").bfloat16().requires_grad_()
         self.dy = torch.randn_like(self.x)
-        self.leaves = (self.x, router, w1, w2)
-        self.plain = Plain(shape, router, w1, w2)
-        lean = fusible_block(shape, recompute=True)
-        for i, w in ((0, router), (2, w1), (4, w2)):
+        self.ways: dict[str, Callable[[], Tensor]] = {}
+        self.leaves: dict[str, list[Tensor]] = {}
+
+    def add(self, who: str, way: Way, weights: Iterable[Tensor], recipe: Any = None) -> None:
+        """Add a way to run the block, with these weights and under a recipe."""
+
+        def forward() -> Tensor:
+            with measuring.under(recipe):
+                return way(self.x)
+
+        self.ways[who], self.leaves[who] = forward, [self.x, *weights]
+
+    def add_peers(self, peers: Sequence[str]) -> None:
+        """Add ours, whole and apart, plain PyTorch and implementations of transformers."""
+        weights = self.router, self.w1, self.w2
+        lean = fusible_block(self.shape, recompute_rows=True)
+        for i, w in zip((0, 2, 4), weights, strict=True):
             lean[i].weight = w
-        self.ways: dict[str, Callable[[Tensor], Tensor]] = {
+        self.plain = Plain(self.shape, *weights)
+        ways = {
             "fusible": self.block,
             "fusible, recompute": lean,
             "fusible, apart": apart(self.block),
@@ -182,66 +205,55 @@ class Problem:
         }
         for way in peers:
             try:
-                self.ways[f"transformers {way}"] = transformers_block(shape, way, router, w1, w2)
+                ways[f"transformers {way}"] = transformers_block(self.shape, way, *weights)
             except (ImportError, AttributeError) as error:
                 print(f"transformers {way} left out: {error}")
+        for who, call in ways.items():
+            self.add(who, call, weights)
 
-    def step(self, way: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+    def add_recipes(self, names: Sequence[str]) -> None:
+        """Add ours in BF16 and under recipes."""
+        for who, (module, recipe) in recipe_ways(self.block, names).items():
+            ways: dict[str, Way] = {who: module}
+            if recipe is not None and who.endswith("stored"):
+                ways[f"{who}, apart"] = apart(module)
+                lean = fz.Dispatch(
+                    self.shape.experts, scale_input=self.shape.scale_input, recompute_rows=True
+                )
+                ways[f"{who}, recompute"] = fz.Sequential(module[0], lean, *module[2:])
+            for name, way in ways.items():
+                self.add(name, way, module.parameters(), recipe)
+            module(self.x)
+            with measuring.under(recipe):
+                print(f"{who}: {', '.join(fz.explain(module, self.x).fired)}", flush=True)
+
+    def step(self, who: str) -> tuple[Tensor, ...]:
         """Output and every gradient."""
-        y = way(self.x)
-        return (y, *torch.autograd.grad(y, self.leaves, self.dy))
+        y = self.ways[who]()
+        return (y, *torch.autograd.grad(y, self.leaves[who], self.dy))
 
-    def own_step(self) -> tuple[Tensor, ...]:
-        """Ours, forward + backward."""
-        return self.step(self.block)
-
-    def passes(self) -> dict[str, Calls]:
+    def passes(self) -> dict[str, measuring.Calls]:
         """Inference, forward, forward + backward of every contestant."""
-        ways = self.ways
         return {
-            "inference": {
-                who: torch.no_grad()(lambda w=way: w(self.x)) for who, way in ways.items()
-            },
-            "forward": {who: (lambda w=way: w(self.x)) for who, way in ways.items()},
-            "forward + backward": {who: (lambda w=way: self.step(w)) for who, way in ways.items()},
+            "inference": {who: torch.no_grad()(way) for who, way in self.ways.items()},
+            "forward": dict(self.ways),
+            "forward + backward": {who: partial(self.step, who) for who in self.ways},
         }
 
-    def peak(self, way: Callable[[Tensor], Tensor]) -> float:
+    def peaks(self) -> dict[str, float]:
         """Peak MB of forward + backward, beyond tokens and weights."""
-        self.step(way)
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        self.step(way)
-        return (torch.cuda.max_memory_allocated() - before) / 2**20
+        return {who: measuring.peak_mb(partial(self.step, who)) for who in self.ways}
 
-    def saved(self, way: Callable[[Tensor], Tensor]) -> float:
-        """MB kept for the backward, beyond tokens and weights."""
-        own = {t.untyped_storage().data_ptr() for t in self.leaves}
-        kept: dict[int, int] = {}
+    def errors(self, want: Sequence[Tensor]) -> dict[str, list[float]]:
+        """Relative errors of the output and of the gradients of tokens and weights."""
+        return {who: measuring.relative_errors(self.step(who), want) for who in self.ways}
 
-        def pack(t: Tensor) -> Tensor:
-            storage = t.untyped_storage()
-            if storage.data_ptr() not in own:
-                kept[storage.data_ptr()] = storage.nbytes()
-            return t
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            way(self.x)
-        return sum(kept.values()) / 2**20
-
-    def errors(self) -> dict[str, float]:
-        """Largest relative error of output and gradients against plain PyTorch in FP32."""
-        exact = [t.detach().float().requires_grad_() for t in self.leaves]
-        y = exact_block(self.shape.top_k, *exact)
-        want = [y.detach(), *torch.autograd.grad(y, exact, self.dy.float())]
-        return {
-            who: max(
-                ((a.float() - b).norm() / b.norm()).item()
-                for a, b in zip(self.step(way), want, strict=True)
-            )
-            for who, way in self.ways.items()
-        }
+def exact_step(problem: Problem) -> list[Tensor]:
+    """Output and gradients of plain PyTorch in FP32."""
+    exact = [t.detach().float().requires_grad_() for t in problem.leaves["fusible"]]
+    y = exact_block(problem.shape.top_k, *exact)
+    return [y.detach(), *torch.autograd.grad(y, exact, problem.dy.float())]
 
 
 def exact_block(top_k: int, x: Tensor, router: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
@@ -263,101 +275,25 @@ def exact_block(top_k: int, x: Tensor, router: Tensor, w1: Tensor, w2: Tensor) -
 _MAX_ERROR = 0.5  # of any recipe, NVFP4 included
 
 
-class RecipeProblem:
-    """One block in BF16 and under recipes."""
-
-    def __init__(self, shape: Shape, names: Sequence[str], device: str = "cuda") -> None:
-        torch.manual_seed(0)
-        self.shape, block = shape, fusible_block(shape, device=device)
-        with torch.no_grad():
-            for w in block.parameters():
-                w.normal_(std=w.shape[-1] ** -0.5)
-        self.x = torch.randn(shape.tokens, shape.hidden, device=device).bfloat16().requires_grad_()
-        self.dy = torch.randn_like(self.x)
-        self.ways: dict[str, Callable[[], Tensor]] = {}
-        self.leaves: dict[str, list[Tensor]] = {}
-        for who, (module, recipe) in recipe_ways(block, names).items():
-            ways: dict[str, Callable[[Tensor], Tensor]] = {who: module}
-            if recipe is not None and who.endswith("stored"):
-                ways[f"{who}, apart"] = apart(module)
-                lean = fusible_block(shape, recompute=True, device=device)
-                ways[f"{who}, recompute"] = fz.Sequential(module[0], lean[1], *module[2:])
-            for name, way in ways.items():
-                self.ways[name] = partial(self.forward, way, recipe)
-                self.leaves[name] = [self.x, *module.parameters()]
-            module(self.x)
-            with fz.autocast(enabled=recipe is not None, recipe=recipe):
-                print(f"{who}: {', '.join(fz.explain(module, self.x).fired)}", flush=True)
-
-    def forward(self, way: Callable[[Tensor], Tensor], recipe: Any) -> Tensor:
-        """The block by one of its ways."""
-        with fz.autocast(enabled=recipe is not None, recipe=recipe):
-            return way(self.x)
-
-    def step(self, who: str) -> tuple[Tensor, ...]:
-        """Output and every gradient."""
-        y = self.ways[who]()
-        return (y, *torch.autograd.grad(y, self.leaves[who], self.dy))
-
-    def passes(self) -> dict[str, Calls]:
-        """Inference, and forward + backward."""
-        return {
-            "inference": {who: torch.no_grad()(way) for who, way in self.ways.items()},
-            "forward + backward": {who: partial(self.step, who) for who in self.ways},
-        }
-
-    def saved(self, who: str) -> float:
-        """MB kept for the backward beside tokens and experts' weights."""
-        kept: dict[int, int] = {self.x.untyped_storage().data_ptr(): 0}
-
-        def pack(t: Tensor) -> Tensor:
-            if t.dim() < 3:
-                storage = t.untyped_storage()
-                kept.setdefault(storage.data_ptr(), storage.nbytes())
-            return t
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            self.ways[who]()
-        return sum(kept.values()) / 2**20
-
-    def peak(self, who: str) -> float:
-        """Peak MB of forward + backward, beyond what is there before."""
-        self.step(who)
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        self.step(who)
-        return (torch.cuda.max_memory_allocated() - before) / 2**20
-
-    def errors(self) -> dict[str, list[float]]:
-        """Relative error against BF16 of the output and the gradients of tokens and weights."""
-        want = self.step("bf16")
-        errors = {
-            who: [
-                ((a.float() - b.float()).norm() / b.float().norm()).item()
-                for a, b in zip(self.step(who), want, strict=True)
-            ]
-            for who in self.ways
-            if who != "bf16"
-        }
-        for who, found in errors.items():
-            if not all(error < _MAX_ERROR for error in found):  # NaN is not
-                raise AssertionError(f"{who} must be within {_MAX_ERROR} of BF16, got {found}")
-        return errors
+def check_errors(errors: dict[str, list[float]]) -> None:
+    """Raise AssertionError for results that are not near BF16's."""
+    for who, found in errors.items():
+        if not all(error < _MAX_ERROR for error in found):  # NaN is not
+            raise AssertionError(f"{who} must be within {_MAX_ERROR} of BF16, got {found}")
 
 
-def quantizing_calls(shape: Shape, device: str = "cuda") -> Calls:
+def quantizing_calls(shape: Shape) -> measuring.Calls:
     """Rows copied, quantized for both uses, and both in one launch.
 
     That is measured for each number of 128 columns that are gathered before the next ones.
     """
-    x = torch.randn(shape.tokens, shape.hidden, device=device).bfloat16()
-    ids = torch.rand(shape.tokens, shape.experts, device=device).topk(shape.top_k).indices
+    x = torch.randn(shape.tokens, shape.hidden, device="cuda").bfloat16()
+    ids = torch.rand(shape.tokens, shape.experts, device="cuda").topk(shape.top_k).indices
     row_map, _, ends = moe.permutation(ids, shape.experts, None)
-    probs, count = torch.rand(ids.shape, device=device), ids.numel()
+    probs, count = torch.rand(ids.shape, device="cuda"), ids.numel()
     index, _ = moe.row_sources(row_map, probs, count)
     rows, _ = moe.scatter_rows(x, row_map, None, count, False)
-    chunks, fmt = -(-shape.hidden // 128), RECIPES["fp8_block"].format("input")
+    chunks, fmt = -(-shape.hidden // 128), measuring.RECIPES["fp8_block"].format("input")
     chosen = k_major.chunks_per_pass(*x.shape, x.itemsize)
 
     def quantize(
@@ -384,24 +320,32 @@ def quantizing_calls(shape: Shape, device: str = "cuda") -> Calls:
 
 def run_recipes(names: Sequence[str], recipes: Sequence[str]) -> dict[str, Any]:
     """Measure every shape under recipes, with the times relative to BF16."""
-    report: dict[str, Any] = {"environment": environment(), "shapes": {}}
+    report: dict[str, Any] = {"environment": measuring.environment(), "shapes": {}}
     for name in names:
-        problem = RecipeProblem(SHAPES[name], recipes)
+        problem = Problem(SHAPES[name])
+        problem.add_recipes(recipes)
         cell: dict[str, Any] = {"sizes": problem.shape._asdict(), "passes": {}}
-        cell["errors"] = problem.errors()
-        for what, calls in problem.passes().items():
-            ms = measure(calls, runs=12)
+        errors = problem.errors(problem.step("bf16"))
+        check_errors(errors)
+        cell["errors"] = {who: found for who, found in errors.items() if who != "bf16"}
+        passes = problem.passes()
+        del passes["forward"]
+        for what, calls in passes.items():
+            ms = measuring.measure(calls, runs=12)
             faster = {who: ms["bf16"] / t for who, t in ms.items()}
             cell["passes"][what] = {"ms": ms, "faster": faster}
             for who, t in ms.items():
                 print(f"{name:13s} {what:19s} {who:36s} {t:8.4f} ms {faster[who]:.3f}x", flush=True)
-        cell["saved_mb"] = {who: problem.saved(who) for who in problem.ways}
-        cell["peak_mb"] = {who: problem.peak(who) for who in problem.ways}
-        cell["quantizers_ms"] = measure(quantizing_calls(problem.shape), runs=12)
+        cell["saved_mb"] = {  # beside the tokens and the experts' weights
+            who: measuring.saved_mb(way, [problem.x], lambda t: t.dim() < 3)
+            for who, way in problem.ways.items()
+        }
+        cell["peak_mb"] = problem.peaks()
+        cell["quantizers_ms"] = measuring.measure(quantizing_calls(problem.shape), runs=12)
         for key in ("saved_mb", "peak_mb", "errors", "quantizers_ms"):
             print(name, key, json.dumps(cell[key], indent=1), flush=True)
         report["shapes"][name] = cell
-        del problem, calls
+        del problem, passes, calls
         torch.cuda.empty_cache()
     return report
 
@@ -409,14 +353,14 @@ def run_recipes(names: Sequence[str], recipes: Sequence[str]) -> dict[str, Any]:
 # --- parts ----------------------------------------------------------------------------------------
 
 
-def own_parts(problem: Problem) -> dict[str, Calls]:
+def own_parts(problem: Problem) -> dict[str, measuring.Calls]:
     """The parts of our block, on tensors as they occur in it: forward, backward.
 
     The linears' are the launches that the fused op makes.
     """
     block, x = problem.block, problem.x.detach()
     router, dispatch, combine = block[0], block[1], block[5]
-    w1, w2 = [block[2].weight.detach()], [block[4].weight.detach()]
+    w1, w2 = [problem.w1.detach()], [problem.w2.detach()]
     with torch.no_grad():
         _, probs, ids = router(x)
         rows, splits, scales, row_map = dispatch(x, probs, ids)
@@ -447,7 +391,7 @@ def own_parts(problem: Problem) -> dict[str, Calls]:
     }
 
 
-def plain_parts(problem: Problem) -> dict[str, Calls]:
+def plain_parts(problem: Problem) -> dict[str, measuring.Calls]:
     """The same of plain PyTorch."""
     plain, x = problem.plain, problem.x.detach()
     with torch.no_grad():
@@ -466,7 +410,7 @@ def plain_parts(problem: Problem) -> dict[str, Calls]:
 
 def both(
     function: Callable[..., Any], *tensors: Tensor, params: list[Tensor] | None = None
-) -> Calls:
+) -> measuring.Calls:
     """Forward, and backward of a forward done once."""
     leaves = [t.detach().requires_grad_() for t in tensors]
     out = function(*leaves)
@@ -482,43 +426,33 @@ def both(
 def bandwidth(problem: Problem) -> dict[str, dict[str, float]]:
     """Milliseconds of each launch that moves rows, and its bandwidth relative to a copy's."""
     shape, x, dy = problem.shape, problem.x.detach(), problem.dy
-    router = x, problem.block[0].weight.detach(), None
+    router = x, problem.router.detach(), None
     logits = moe.definitions.router_logits(*router)
-    probs, ids = moe.route(logits, None, shape.top_k, "softmax", True, 1.0, [1, 1, 2])
+    options = shape.top_k, "softmax", True, 1.0
+    probs, ids = moe.route(logits, None, *options, [1, 1, 2])
     row_map, *_ = moe.permutation(ids, shape.experts, None)
     count = ids.numel()
     y, _ = moe.scatter_rows(x, row_map, None, count, False)
     other, scales = torch.empty_like(y), torch.rand(count, device="cuda")
-    few, many = x.nbytes + row_map.nbytes, y.nbytes
+    many = y.nbytes
+    moved = x.nbytes + row_map.nbytes + many
     calls = {
         "copy": (lambda: other.copy_(y), 2 * many),
         "row map": (lambda: moe.permutation(ids, shape.experts, None), 0),
-        "route": (
-            lambda: moe.route(logits, None, shape.top_k, "softmax", True, 1.0, [1, 1, 2]),
-            0,
-        ),
+        "route": (partial(moe.route, logits, None, *options, [1, 1, 2]), 0),
         "route backward": (
-            lambda: moe.route_backward(probs, logits, ids, "softmax", True, 1.0),
+            partial(moe.route_backward, probs, logits, ids, *options[1:]),
             0,
         ),
         "logits": (lambda: moe.definitions.router_logits(*router), 0),
-        "dispatch forward": (
-            lambda: moe.scatter_rows(x, row_map, probs, count, False),
-            few + many,
-        ),
-        "dispatch backward": (
-            lambda: moe.gather_sum(y, row_map, None, scales),
-            few + many,
-        ),
-        "combine forward": (lambda: moe.gather_sum(y, row_map, None, None), few + many),
-        "combine backward": (
-            lambda: moe.scatter_rows(dy, row_map, None, count, False),
-            few + many,
-        ),
-        "dot products": (lambda: moe.row_dots(y, dy, row_map, True), few + many),
+        "dispatch forward": (partial(moe.scatter_rows, x, row_map, probs, count, False), moved),
+        "dispatch backward": (partial(moe.gather_sum, y, row_map, None, scales), moved),
+        "combine forward": (partial(moe.gather_sum, y, row_map, None, None), moved),
+        "combine backward": (partial(moe.scatter_rows, dy, row_map, None, count, False), moved),
+        "dot products": (partial(moe.row_dots, y, dy, row_map, True), moved),
     }
-    ms = measure({name: call for name, (call, _) in calls.items()})
-    speed = {name: moved / ms[name] / 1e9 for name, (_, moved) in calls.items()}
+    ms = measuring.measure({name: call for name, (call, _) in calls.items()})
+    speed = {name: nbytes / ms[name] / 1e9 for name, (_, nbytes) in calls.items()}
     return {
         name: {"ms": ms[name], "TB/s": speed[name], "of a copy": speed[name] / speed["copy"]}
         for name in calls
@@ -527,11 +461,7 @@ def bandwidth(problem: Problem) -> dict[str, dict[str, float]]:
 
 def draw(report: dict[str, Any], path: Path) -> None:
     """Where the time of a block goes, ours beside plain PyTorch's."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
+    plt = measuring.pyplot()
     shapes = report["parts"]
     figure, all_axes = plt.subplots(
         1, len(shapes), figsize=(4.6 * len(shapes), 4.6), layout="constrained", squeeze=False
@@ -553,23 +483,29 @@ def draw(report: dict[str, Any], path: Path) -> None:
 
 def run(names: list[str], eager: bool) -> dict[str, Any]:
     """Measure every shape."""
-    report: dict[str, Any] = {"environment": environment(), "shapes": {}, "parts": {}}
+    report: dict[str, Any] = {"environment": measuring.environment(), "shapes": {}, "parts": {}}
     for name in names:
         shape = SHAPES[name]
-        problem = Problem(shape, ("grouped_mm", "eager") if eager else ("grouped_mm",))
+        problem = Problem(shape)
+        problem.add_peers(("grouped_mm", "eager") if eager else ("grouped_mm",))
         cell: dict[str, Any] = {"sizes": shape._asdict(), "passes": {}}
         for what, calls in problem.passes().items():
-            ms = measure(calls, runs=12)
+            ms = measuring.measure(calls, runs=12)
             cell["passes"][what] = {
                 "ms": ms,
                 "ratio": {who: t / ms["fusible"] for who, t in ms.items() if who != "fusible"},
             }
             print(name, what, json.dumps(cell["passes"][what]), flush=True)
         if name == "small":
-            cell["graph_ms"] = measure({"fusible": graphed(problem.own_step)})
-        cell["peak_mb"] = {who: problem.peak(way) for who, way in problem.ways.items()}
-        cell["saved_mb"] = {who: problem.saved(way) for who, way in problem.ways.items()}
-        cell["errors"] = problem.errors()
+            graph = measuring.graph_of(partial(problem.step, "fusible"))
+            cell["graph_ms"] = measuring.measure({"fusible": graph.replay})
+            del graph
+        cell["peak_mb"] = problem.peaks()
+        cell["saved_mb"] = {
+            who: measuring.saved_mb(way, problem.leaves[who]) for who, way in problem.ways.items()
+        }
+        errors = problem.errors(exact_step(problem))
+        cell["errors"] = {who: max(found) for who, found in errors.items()}
         cell["bandwidth"] = bandwidth(problem)
         for key in ("peak_mb", "saved_mb", "errors", "bandwidth"):
             print(name, key, json.dumps(cell[key], indent=1), flush=True)
@@ -580,7 +516,7 @@ def run(names: list[str], eager: bool) -> dict[str, Any]:
             for part, calls in of_way.items()
             for what, call in calls.items()
         }
-        ms = measure(flat, runs=10)
+        ms = measuring.measure(flat, runs=10)
         report["parts"][name] = {
             who: {part: {w: ms[who, part, w] for w in ("forward", "backward")} for part in of_way}
             for who, of_way in parts.items()
@@ -594,23 +530,20 @@ def run(names: list[str], eager: bool) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, print, write and draw."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = measuring.parser_of(__doc__)
     parser.add_argument("--config", nargs="*", choices=list(SHAPES))
     parser.add_argument("--eager", action="store_true", help="transformers' eager experts too")
-    parser.add_argument("--recipe", nargs="+", default=[], choices=list(RECIPES))
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--recipe", nargs="+", default=[], choices=list(measuring.RECIPES))
     options = parser.parse_args()
-    name = "moe_block_recipes.json" if options.recipe else "moe_block.json"
-    out = options.out or Path("benchmarks/results") / name
-    out.parent.mkdir(parents=True, exist_ok=True)
     if options.recipe:
         report = run_recipes(options.config or list(SHAPES), options.recipe)
-    else:
-        # The others run blocks whose activations are weighted.
-        report = run([n for n in options.config or WEIGHTED if n in WEIGHTED], options.eager)
-    out.write_text(json.dumps(report, indent=1) + "\n")
-    if not options.recipe:
-        draw(report, out.with_suffix(".png"))
+        measuring.write(options.out or measuring.RESULTS / "moe_block_recipes.json", report)
+        return
+    # The others run blocks whose activations are weighted.
+    report = run([n for n in options.config or WEIGHTED if n in WEIGHTED], options.eager)
+    out = options.out or measuring.RESULTS / "moe_block.json"
+    measuring.write(out, report)
+    draw(report, out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

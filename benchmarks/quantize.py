@@ -10,15 +10,12 @@ linear layer and a grouped MLP, forward and backward, against BF16.
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+import measuring
 import torch
-from grouped_gemm_sm90 import environment
 
 import fusible as fz
 from fusible import recipes
@@ -40,16 +37,13 @@ FORMATS = {
     "nvfp4_rht_sr": nvfp4(hadamard=True, stochastic=True),
 }
 USES = {"row-wise": (True, False), "column-wise": (False, True), "both": (True, True)}
-PLAIN_NVFP4 = recipes.NVFP4BlockScaling(
-    disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True
-)
 RECIPES = {
     "bf16": None,
-    "mxfp8": recipes.MXFP8BlockScaling(),
-    "fp8 block": recipes.Float8BlockScaling(),
-    "fp8 current": recipes.Float8CurrentScaling(),
-    "nvfp4": PLAIN_NVFP4,
-    "nvfp4 as trained with": recipes.NVFP4BlockScaling(),
+    "mxfp8": measuring.RECIPES["mxfp8"],
+    "fp8 block": measuring.RECIPES["fp8_block"],
+    "fp8 current": measuring.RECIPES["fp8_current"],
+    "nvfp4": measuring.RECIPES["nvfp4"],
+    "nvfp4 as trained with": measuring.RECIPES["nvfp4_as_trained_with"],
 }
 
 
@@ -62,14 +56,15 @@ def seconds(call: Callable[[], object], calls: int = CALLS) -> float:
     for _ in range(3):
         call()
     for _ in range(REPEATS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(calls):
-            call()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3 / calls)
+        milliseconds = measuring.timed(lambda: [call() for _ in range(calls)])
+        torch.cuda.synchronize()
+        times.append(milliseconds() / 1e3 / calls)
     return sorted(times)[REPEATS // 2]
+
+
+def copy_rate(x: torch.Tensor) -> float:
+    """Bytes that a copy of a tensor reads and writes in a second."""
+    return 2 * size_of([x]) / seconds(partial(torch.empty_like(x).copy_, x))
 
 
 def size_of(pieces: Any) -> int:
@@ -82,14 +77,10 @@ def quantizers(rows: int, columns: int) -> list[dict[str, float | str]]:
     table: list[dict[str, float | str]] = []
     for dtype in (torch.bfloat16, torch.float32):
         x = torch.randn(rows, columns, device="cuda", dtype=dtype)
-        target = torch.empty_like(x)
-        copy = 2 * size_of([x]) / seconds(partial(target.copy_, x))
+        copy = copy_rate(x)
         print(f"copy of {dtype}: {copy / 1e12:.2f} TB/s")
         for name, fmt in FORMATS.items():
-            for case in _cases(x, name, fmt, dtype):
-                case["of_copy"] = case["tb_s"] * 1e12 / copy
-                _print(case)
-                table.append(case)
+            table += [_noted(case, copy) for case in _cases(x, name, fmt, dtype)]
     return table
 
 
@@ -130,33 +121,28 @@ def _cases(
 def placed(rows: int, columns: int) -> list[dict[str, Any]]:
     """Ragged groups into the padded layout of the SM100 kernels: as one kernel, and in parts."""
     x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
-    target = torch.empty_like(x)
-    copy = 2 * size_of([x]) / seconds(partial(target.copy_, x))
+    copy, options = copy_rate(x), QuantizeOptions(rowwise=True, columnwise=True)
     table = []
     for groups in (8, 128):
         ends = torch.randint(0, rows, (groups - 1,), device="cuda", dtype=torch.int32)
         ends = torch.cat((ends.sort().values, ends.new_tensor([rows])))
         padded = padding.pad_groups(ends, rows, aligned=False)
         for name in ("mxfp8", "nvfp4"):
-            make = partial(
-                quantize_packed, x, FORMATS[name], ends, padded, QuantizeOptions(True, True)
-            )
+            given = x, FORMATS[name], ends, padded
+            make = partial(quantize_packed, *given, options)
             useful = size_of([x, *make()])
             calls = {
                 "one kernel": make,
-                "with sums": partial(make, torch.bfloat16),
-                "in parts": partial(_in_parts, x, FORMATS[name], ends, padded),
+                "with sums": partial(
+                    quantize_packed, *given, options._replace(sums=torch.bfloat16)
+                ),
+                "in parts": partial(_in_parts, *given),
             }
             for what, call in calls.items():
-                case = _row(f"{name} into padded, {groups} groups, {what}", useful, seconds(call))
-                case["of_copy"] = case["tb_s"] * 1e12 / copy
-                _print(case)
-                table.append(case)
-        case = _row(f"sums alone, {groups} groups", size_of([x]),
-                    seconds(partial(grouped_sum, x, ends, None)))  # fmt: skip
-        case["of_copy"] = case["tb_s"] * 1e12 / copy
-        _print(case)
-        table.append(case)
+                case = f"{name} into places, {groups} groups, {what}"
+                table.append(_noted(_row(case, useful, seconds(call)), copy))
+        alone = seconds(partial(grouped_sum, x, ends, None))
+        table.append(_noted(_row(f"sums alone, {groups} groups", size_of([x]), alone), copy))
     return table
 
 
@@ -174,15 +160,18 @@ def _row(case: str, size: int, time: float) -> dict[str, Any]:
     return {"case": case, "us": time * 1e6, "tb_s": size / time / 1e12}
 
 
-def _print(case: dict[str, Any]) -> None:
+def _noted(case: dict[str, Any], copy: float) -> dict[str, Any]:
+    """A row with its share of a copy's rate, printed."""
+    share = case["tb_s"] * 1e12 / copy
     print(
-        f"{case['case']:<56}{case['us']:>9.1f} us{case['tb_s']:>7.2f} TB/s{case['of_copy']:>7.0%}",
+        f"{case['case']:<56}{case['us']:>9.1f} us{case['tb_s']:>7.2f} TB/s{share:>7.0%}",
         flush=True,
     )
+    return {**case, "of_copy": share}
 
 
 def _step(module: Any, recipe: Any, inputs: tuple[torch.Tensor, ...], dy: torch.Tensor) -> None:
-    with recipes.autocast(enabled=recipe is not None, recipe=recipe):
+    with measuring.under(recipe):
         y = module(*inputs)
     torch.autograd.backward(y, dy)
 
@@ -190,15 +179,10 @@ def _step(module: Any, recipe: Any, inputs: tuple[torch.Tensor, ...], dy: torch.
 def modules() -> list[dict[str, float | str]]:
     """Forward and backward of two modules under every recipe, over BF16's time."""
     options = {"device": "cuda", "dtype": torch.bfloat16}
-    grouped = {**options, "single_grouped_weight": True, "bias": False}
     experts, tokens, hidden, inner = 32, 16384, 2048, 1024
     sizes = torch.full((experts,), tokens // experts, device="cuda")
     probs = torch.rand(tokens, device="cuda")
-    mlp = fz.Sequential(
-        fz.GroupedLinear(experts, hidden, 2 * inner, **grouped),
-        fz.ScaledSwiGLU(),
-        fz.GroupedLinear(experts, inner, hidden, **grouped),
-    )
+    mlp = measuring.grouped_mlp(hidden, inner, experts)
     cases: dict[str, tuple[Any, int, tuple[torch.Tensor, ...]]] = {
         "linear 4096 x 4096, 8192 rows": (fz.Linear(4096, 4096, bias=False, **options), 4096, ()),
         f"MLP of {experts} experts, {hidden} x {inner}, {tokens} rows": (
@@ -221,20 +205,18 @@ def modules() -> list[dict[str, float | str]]:
 
 def main() -> None:
     """Print the tables and write them as JSON if asked."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = measuring.parser_of(__doc__)
     parser.add_argument("--rows", type=int, default=32768)
     parser.add_argument("--columns", type=int, default=4096)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, {args.rows} x {args.columns}")
     table = {
-        "environment": environment(),
+        "environment": measuring.environment(),
         "placed": placed(args.rows, args.columns),
         "quantizers": quantizers(args.rows, args.columns),
         "modules": modules(),
     }
-    if args.json:
-        args.json.write_text(json.dumps(table, indent=1) + "\n")
+    measuring.write(args.out, table)
 
 
 if __name__ == "__main__":

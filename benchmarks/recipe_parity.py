@@ -17,7 +17,6 @@ writes the numbers and one picture of the curves.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import statistics
@@ -29,6 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import measuring
 import torch
 
 ROOT = Path(__file__).parents[1]
@@ -37,14 +37,10 @@ sys.path.insert(0, str(ROOT / "examples"))
 import moe_block  # noqa: E402 - found through the line above
 from matplotlib import pyplot as plt  # noqa: E402 - after the example has chosen its backend
 
-import fusible  # noqa: E402 - with the example
-
 RECIPES = {
     **moe_block.RECIPES,
-    "mxfp8_fp8": fusible.recipes.MXFP8BlockScaling(fp8_products=True),
-    "nvfp4_plain": fusible.recipes.NVFP4BlockScaling(
-        disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True
-    ),
+    "mxfp8_fp8": measuring.RECIPES["mxfp8_fp8"],
+    "nvfp4_plain": measuring.RECIPES["nvfp4"],
 }
 FP8_PRODUCTS = "fp8_block", "fp8_current", "mxfp8_fp8"  # on Hopper
 SMALL = ["--steps=300", "--layers=1", "--experts=4", "--context=64", "--batch=8"]  # for the CPU
@@ -64,7 +60,7 @@ def train(
     options = moe_block.parse_options([*arguments, "--seed", str(seed)])
     torch.manual_seed(seed)
     model = moe_block.LanguageModel(options).to(options.device)
-    with fusible.autocast(enabled=name != "none", recipe=RECIPES[name]):
+    with measuring.under(RECIPES[name]):
         plan = moe_block.explain_block(model, options, None)
         check_plans(name, plan.plans)  # of training
         history = moe_block.train(model, *text, options)
@@ -204,7 +200,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, help="seeds at a time; all on CUDA, 1 on the CPU")
     parser.add_argument("--device", default="auto", help="as the demo's")
     parser.add_argument("--machine", default="", help="what to call the machine in the results")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--out", type=Path, default=measuring.RESULTS)
     args, others = parser.parse_known_args()
     if args.seeds < 2:
         parser.error(f"--seeds must be at least 2, for a spread, got {args.seeds}")
@@ -220,7 +216,6 @@ def main() -> None:
     rows = compare({name: [of_seed[name][0] for of_seed in found] for name in plans})
     baseline = "FP32" if cpu else "BF16"
     report(rows, baseline)
-    args.out.mkdir(parents=True, exist_ok=True)
     kind = "cpu" if cpu else "cuda"
     machine = args.machine or ("CPU" if cpu else torch.cuda.get_device_name())
     results = {
@@ -233,7 +228,7 @@ def main() -> None:
         "recipes": rows,
         "plans": plans,
     }
-    (args.out / f"recipe_parity_{kind}.json").write_text(json.dumps(results, indent=1) + "\n")
+    measuring.write(args.out / f"recipe_parity_{kind}.json", results)
     plot(rows, f"{baseline}, {machine}", args.out / f"recipe_parity_{kind}.png")
 
 

@@ -6,17 +6,14 @@ where the rule is, and prints the ratio. On CUDA times are of events, with L2 fl
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import environment, l2_flush, parser_of, timed, write
 
 import fusible as fz
 from fusible.fuser.registry import registry
@@ -97,13 +94,10 @@ def microseconds(call: Callable[[], Any], device: str, flush: torch.Tensor | Non
         return 1e6 * (time.perf_counter() - start)
     assert flush is not None
     flush.zero_()
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(400_000)  # the host runs ahead, so that its own time is not in the number
-    first.record()
-    call()
-    last.record()
-    last.synchronize()
-    return 1e3 * first.elapsed_time(last)
+    milliseconds = timed(call)
+    torch.cuda.synchronize()
+    return 1e3 * milliseconds()
 
 
 def compare(call: Callable[[], Any], name: str, device: str, repeats: int) -> tuple[float, float]:
@@ -111,7 +105,7 @@ def compare(call: Callable[[], Any], name: str, device: str, repeats: int) -> tu
 
     The median on CUDA; on a CPU the least, since other processes can only add.
     """
-    flush = torch.empty(256 << 20, dtype=torch.int8, device=device) if device == "cuda" else None
+    flush = l2_flush() if device == "cuda" else None
     times: dict[bool, list[float]] = {False: [], True: []}
     for i in range(2 * (repeats + 5)):
         fused = bool(i % 2)
@@ -126,10 +120,9 @@ def compare(call: Callable[[], Any], name: str, device: str, repeats: int) -> tu
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--json", type=Path, help="write the numbers to this file")
     args = parser.parse_args()
     dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
     found = []
@@ -143,11 +136,8 @@ def main() -> None:
                 f"{name:24s} {rows}x{k}x{n}: {apart:9.1f} us apart, {fused:9.1f} fused, "
                 f"{apart / fused:.3f}x"
             )
-    if args.json:
-        machine = torch.cuda.get_device_name() if args.device == "cuda" else "2-core x86-64 CPU"
-        about = {"machine": machine, "torch": torch.__version__, "dtype": str(dtype)}
-        about["date"] = datetime.now(UTC).date().isoformat()
-        args.json.write_text(json.dumps({**about, "results": found}, indent=1) + "\n")
+    about = {"environment": environment(), "device": args.device, "dtype": str(dtype)}
+    write(args.out, {**about, "results": found})
 
 
 if __name__ == "__main__":

@@ -9,37 +9,28 @@ without the pool: milliseconds of a replay, interleaved, and the memory that the
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
-from pathlib import Path
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from grouped_gemm_sm90 import environment, measure
+from measuring import environment, grouped_mlp, measure, parser_of, write
 
 import fusible as fz
 
 HIDDEN, INNER, EXPERTS, ROWS = 2048, 768, 128, 65536
-BF16 = torch.bfloat16
 
 
 def make_layers(count: int) -> list[fz.Sequential]:
     """Grouped MLPs; their weights share memory, which is not what is measured."""
-    options = {"device": "cuda", "dtype": BF16, "bias": False, "single_grouped_weight": True}
-    first = fz.Sequential(
-        fz.GroupedLinear(EXPERTS, HIDDEN, 2 * INNER, **options),
-        fz.SwiGLU(),
-        fz.GroupedLinear(EXPERTS, INNER, HIDDEN, **options),
-    )
-    return [first] * count
+    return [grouped_mlp(HIDDEN, INNER, EXPERTS, fz.SwiGLU())] * count
 
 
 def captured(
     layers: list[fz.Sequential], factor: int, pool: fz.SavedRowsPool | None
 ) -> tuple[torch.cuda.CUDAGraph, int]:
     """The graph of a step, and the bytes that it took."""
-    x = torch.randn(factor * ROWS, HIDDEN, device="cuda", dtype=BF16).requires_grad_()
+    x = torch.randn(factor * ROWS, HIDDEN, device="cuda", dtype=torch.bfloat16).requires_grad_()
     splits = torch.full((EXPERTS,), ROWS // EXPERTS, device="cuda")
     dy, leaves = torch.randn_like(x), [x, *layers[0].parameters()]
 
@@ -50,11 +41,8 @@ def captured(
         return y
 
     def step() -> None:
-        if pool is None:
+        with nullcontext() if pool is None else pool:
             y = forward()
-        else:
-            with pool:
-                y = forward()
         torch.autograd.grad(y, leaves, dy)
 
     stream = torch.cuda.Stream()
@@ -71,10 +59,9 @@ def captured(
 
 def main() -> None:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--factor", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     report: dict[str, Any] = {"environment": environment(), "layers": options.layers, "cells": []}
     for factor in options.factor:
@@ -98,8 +85,7 @@ def main() -> None:
         del graphs, layers, pool
         gc.collect()
         torch.cuda.empty_cache()
-    if options.out:
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
+    write(options.out, report)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from grouped_gemm_sm90 import Config, environment, quack_call, split_sizes, torch_calls
+from grouped_gemm_sm90 import fusible_calls, quack_call, torch_calls
+from measuring import (
+    SPLITS,
+    Config,
+    environment,
+    l2_flush,
+    parser_of,
+    pyplot,
+    split_sizes,
+    tensors,
+    timed,
+    write,
+)
 
 from fusible.kernels.grouped import Glu, definitions
 from fusible.kernels.quantize.k_major import quantize_k_major
@@ -68,6 +80,11 @@ class Shape(NamedTuple):
     rows: int
     split: str = "balanced"
     """balanced, skewed (Zipf 0.8, an eighth empty), one (all rows to one expert), random."""
+
+    @property
+    def config(self) -> Config:
+        """Its sizes."""
+        return Config(*self[1:5])
 
     def __str__(self) -> str:
         rows = f"{self.hidden}/{self.inner}/{self.experts}e/{self.rows}r"
@@ -149,32 +166,23 @@ def rows_of_a_group(shape: Shape) -> float:
     return shape.rows / min(shape.rows, shape.experts)
 
 
-OPS = {
-    "glu_keep": "glu",
-    "fc2": "store",
-    "dglu": "dglu",
-    "dgrad1": "store",
-    "wgrad1": "wgrad",
-    "wgrad2": "wgrad",
-}
-INFERENCE = {"glu": "glu", "fc2": "store"}
+OPS = ("glu_keep", "fc2", "dglu", "dgrad1", "wgrad1", "wgrad2")
+INFERENCE = ("glu", "fc2")
 # Of FP8 operands, whose activation's backward is no part of a product.
-FP8 = {
-    "fp8 glu_keep": "glu",
-    "fp8 glu": "glu",
-    "fp8 fc2": "store",
-    "fp8 dgrad2": "store",
-    "fp8 dgrad1": "store",
-    "fp8 wgrad1": "wgrad",
-    "fp8 wgrad2": "wgrad",
+FP8 = ("fp8 glu_keep", "fp8 glu", "fp8 fc2", "fp8 dgrad2", "fp8 dgrad1", "fp8 wgrad1", "fp8 wgrad2")
+FP8_INFERENCE = ("fp8 glu_quantized", "fp8 glu", "fp8 fc2")
+_OPS_OF = {
+    "glu": ("glu_keep", "glu", "glu_quantized"),
+    "store": ("fc2", "dgrad1", "dgrad2"),
+    "dglu": ("dglu",),
+    "wgrad": ("wgrad1", "wgrad2"),
 }
-FP8_INFERENCE = {"fp8 glu_quantized": "glu", "fp8 glu": "glu", "fp8 fc2": "store"}
-KINDS = {**OPS, **INFERENCE, **FP8, **FP8_INFERENCE}
+KINDS = {how + op: kind for kind, ops in _OPS_OF.items() for op in ops for how in ("", "fp8 ")}
 FEW_ROWS = 4096  # with fewer, a shape is one of inference
 
 
-def ops_of(shape: Shape, fp8: bool = False) -> dict[str, str]:
-    """The ops measured, and the kind of kernel of each."""
+def ops_of(shape: Shape, fp8: bool = False) -> tuple[str, ...]:
+    """The ops measured."""
     if shape.rows < FEW_ROWS:
         return FP8_INFERENCE if fp8 else INFERENCE
     return FP8 if fp8 else OPS
@@ -331,7 +339,7 @@ def compile_spec(spec: Spec) -> None:
 
 @functools.cache
 def _little() -> dict[str, torch.Tensor]:
-    return tensors(Shape("little", 512, 512, 2, 512))
+    return operands(Shape("little", 512, 512, 2, 512))
 
 
 def compile_quack(op: str, tile: str) -> str:
@@ -365,9 +373,9 @@ def quack_tiles(made: dict[tuple[str, str], Future]) -> tuple[dict[str, list[str
 
 def sizes_of(shape: Shape) -> list[int]:
     """Rows of each expert."""
-    _, hidden, inner, experts, rows, split = shape
-    if split in ("balanced", "skewed"):
-        return split_sizes(Config(hidden, inner, experts, rows), split)
+    experts, rows, split = shape.experts, shape.rows, shape.split
+    if split in SPLITS:
+        return split_sizes(shape.config, split)
     if split == "one":
         return [rows if e == experts // 2 else 0 for e in range(experts)]
     generator = torch.Generator().manual_seed(0)
@@ -378,28 +386,9 @@ def sizes_of(shape: Shape) -> list[int]:
     return torch.bincount(of_row, minlength=experts).tolist()
 
 
-def tensors(shape: Shape, device: str = "cuda") -> dict[str, torch.Tensor]:
+def operands(shape: Shape) -> dict[str, torch.Tensor]:
     """Random operands of every op."""
-    _, hidden, inner, experts, rows, _ = shape
-    generator = torch.Generator(device).manual_seed(1)
-
-    def normal(*size: int, scale: float = 1.0) -> torch.Tensor:
-        out = torch.empty(*size, device=device, dtype=torch.bfloat16)
-        return out.normal_(std=scale, generator=generator)
-
-    ends = torch.tensor(sizes_of(shape)).cumsum(0).int().to(device)
-    return {
-        "x": normal(rows, hidden),
-        "w1": normal(experts, 2 * inner, hidden, scale=hidden**-0.5),
-        "w2": normal(experts, hidden, inner, scale=inner**-0.5),
-        "act": normal(rows, inner),
-        "preact": normal(rows, 2 * inner),
-        "d_preact": normal(rows, 2 * inner),
-        "dy": normal(rows, hidden),
-        "scales": torch.rand(rows, device=device, generator=generator),
-        "ends": ends,
-        "starts": torch.nn.functional.pad(ends, (1, 0)),
-    }
+    return tensors(shape.config, sizes_of(shape))
 
 
 def quantized(t: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -439,18 +428,7 @@ def call(module: Any, t: dict[str, torch.Tensor], op: str) -> Any:
     """The result of an op, by the kernels or by their definitions."""
     if is_fp8(op):
         return _fp8_call(module, t, op)
-    ends, w1, w2 = t["ends"], [t["w1"]], [t["w2"]]
-    if op == "fc2":
-        return module.grouped_mm(t["act"], w2, ends)
-    if op == "dgrad1":
-        return module.grouped_mm(t["d_preact"], w1, ends, transpose_w=True)
-    if op in ("wgrad1", "wgrad2"):
-        dy, x = ("d_preact", "x") if op == "wgrad1" else ("dy", "act")
-        return module.grouped_wgrad(t[dy], t[x], ends)
-    if op == "dglu":
-        return module.grouped_dglu(t["dy"], w2, ends, t["preact"], t["scales"], Glu())
-    keep = op == "glu_keep"
-    return module.grouped_glu(t["x"], w1, ends, t["scales"], Glu(), None, keep)[not keep :]
+    return fusible_calls(t, module)[op]()
 
 
 def in_a_tile(t: dict[str, torch.Tensor], op: str, tile: Tile) -> Any:
@@ -488,7 +466,7 @@ Task = tuple[str, Tile]
 def check_in_process(tasks: list[Task], begun: Any, results: Any) -> None:
     """Compare results with FP32 math; announce each task, then send what is wrong, if anything."""
     shape = Shape("checked", 336, 320, len(_CHECKED), sum(_CHECKED))
-    t = tensors(shape)
+    t = operands(shape)
     t["ends"] = torch.tensor(_CHECKED).cumsum(0).int().cuda()
     wide = {k: v.cpu() if k in ("ends", "starts") else v.cpu().float() for k, v in t.items()}
     q, wants = quantized(t) if any(is_fp8(op) for op, _ in tasks) else {}, {}
@@ -550,21 +528,17 @@ def race(calls: dict[str, Callable[[], Any]], flush: torch.Tensor) -> dict[str, 
     times: dict[str, list[float]] = {name: [] for name in left}
     host = 200.0 * len(left)  # microseconds in which a turn is enqueued: no call waits for it
     for turn in range(_TURNS):
-        events, begin = [], time.perf_counter()
+        taken, begin = {}, time.perf_counter()
         torch.cuda._sleep(int(1.2 * host * _CLOCK))
         order = list(left.items())
         first = turn * len(order) // _TURNS  # no contestant always comes first
         for name, run in order[first:] + order[:first]:
             flush.zero_()
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            run()
-            end.record()
-            events.append((name, start, end))
+            taken[name] = timed(run)
         host = 1e6 * (time.perf_counter() - begin)
         torch.cuda.synchronize()
-        for name, start, end in events:
-            times[name].append(start.elapsed_time(end))
+        for name, milliseconds in taken.items():
+            times[name].append(milliseconds())
         if turn == 0:
             continue
         least = {name: min(values) for name, values in times.items()}
@@ -590,14 +564,12 @@ def measure_shape(
     flush: torch.Tensor,
 ) -> list[dict]:
     """The cells of a shape, without tiles whose results are wrong."""
-    kinds, cells = ops_of(shape, fp8), []
-    if not kinds:
-        return cells
-    t = quantized(tensors(shape)) if fp8 else tensors(shape)
+    cells = []
+    t = quantized(operands(shape)) if fp8 else operands(shape)
     torchs = {} if fp8 else torch_calls(t)
-    for op, kind in kinds.items():
+    for op in ops_of(shape, fp8):
         every = [one for one in tiles_of(op) if (op, one) not in wrong]
-        calls = {label(kind, one): functools.partial(in_a_tile, t, op, one) for one in every}
+        calls = {label(KINDS[op], one): functools.partial(in_a_tile, t, op, one) for one in every}
         want = in_a_tile(t, op, every[0])
         errors = {name: error(op, run(), want) for name, run in calls.items()}
         del want
@@ -668,11 +640,8 @@ def report(cells: Iterable[dict]) -> None:
 
 def draw(found: dict[str, Any], path: Path) -> None:
     """Heat maps, by shape and op: times of our best tile and of peers over the chosen tile's."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
+    plt = pyplot()
     from matplotlib import colors
-    from matplotlib import pyplot as plt
 
     cells = found["cells"]
     environments = [found[key] for key in found if key.startswith("environment")]
@@ -794,11 +763,10 @@ class _Fitted:
 
 def parse_options() -> argparse.Namespace:
     """The options of a run."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--seconds", type=float, default=180)
     parser.add_argument("--shape", nargs="*", default=[s.name for s in SHAPES])
     parser.add_argument("--quack", type=int, default=12, help="how many of quack's tiles")
-    parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--drawn", type=int, nargs=2, help="shapes drawn at random")
     parser.add_argument("--most-rows", type=float, default=math.inf, help="of a group on average")
     parser.add_argument("--inference", action="store_true", help="only shapes of few rows")
@@ -823,10 +791,10 @@ def main() -> None:
         fit(cells, options.steps)
         return
     measured: dict[str, Any] = {"environment": environment(), "cells": []}
-    every = {**FP8, **FP8_INFERENCE} if options.fp8 else {**OPS, **INFERENCE}
+    every = (*FP8, *FP8_INFERENCE) if options.fp8 else (*OPS, *INFERENCE)
     if options.inference:
         every = FP8_INFERENCE if options.fp8 else INFERENCE
-    tasks = [(op, tile) for op in every for tile in tiles_of(op)]
+    tasks = [(op, tile) for op in dict.fromkeys(every) for tile in tiles_of(op)]
     specs = {spec_of(*task) for task in tasks}
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(os.cpu_count(), context) as pool:
@@ -834,7 +802,7 @@ def main() -> None:
         theirs = {
             (op, tile): pool.submit(compile_quack, op, tile)
             for tile in QUACK_TILES[: options.quack]
-            for op in every
+            for op in dict.fromkeys(every)
             if not options.fp8
         }
         for one in ours:
@@ -849,7 +817,7 @@ def main() -> None:
     print(f"{time.monotonic() - begin:.0f} s: quack's kernels; {len(failed)} failed", flush=True)
     for why in failed[:4]:
         print(f"  {why}")
-    flush = torch.empty(128 << 20, dtype=torch.int8, device="cuda")
+    flush = l2_flush()
     shapes = [shape for shape in SHAPES if shape.name in options.shape]
     if options.drawn:
         first, last = options.drawn
@@ -863,8 +831,7 @@ def main() -> None:
         measured["cells"] += measure_shape(shape, options.fp8, wrong, quack, flush)
         torch.cuda.empty_cache()
         print(f"{time.monotonic() - begin:.0f} s: {shape}", flush=True)
-        if options.out:
-            options.out.write_text(json.dumps(measured) + "\n")
+        write(options.out, measured, indent=None)
     report(measured["cells"])
 
 

@@ -9,7 +9,6 @@ are flushed before each kernel.
 import argparse
 import csv
 import io
-import json
 import re
 import shutil
 import subprocess
@@ -17,7 +16,8 @@ import sys
 from pathlib import Path
 
 import torch
-from grouped_gemm_sm90 import CONFIGS, environment, fusible_calls, tensors
+from grouped_gemm_sm90 import fusible_calls
+from measuring import CONFIGS, SPLITS, environment, parser_of, split_sizes, tensors, write
 
 # Column: counter. Those that the installed version does not know are left out.
 COUNTERS = {
@@ -45,7 +45,8 @@ COUNTERS = {
 
 def target(config: str, split: str) -> None:
     """Run every kernel once warm, then once profiled."""
-    calls = fusible_calls(tensors(CONFIGS[config], split))
+    shape = CONFIGS[config]
+    calls = fusible_calls(tensors(shape, split_sizes(shape, split)))
     for call in calls.values():
         call()
     torch.cuda.synchronize()
@@ -96,11 +97,10 @@ def profile(config: str, split: str) -> list[dict[str, str]]:
 
 def main() -> None:
     """Profile and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--config", default="qwen3-30b", choices=list(CONFIGS))
-    parser.add_argument("--split", default="balanced", choices=("balanced", "skewed"))
+    parser.add_argument("--split", default="balanced", choices=SPLITS)
     parser.add_argument("--target", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help="JSON file to write")
     options = parser.parse_args()
     if options.target:
         target(options.config, options.split)
@@ -108,9 +108,8 @@ def main() -> None:
     rows = profile(options.config, options.split)
     for row in rows:
         print("  ".join(f"{column} {value}" for column, value in row.items()))
-    if options.out:
-        report = {"environment": environment(), "config": options.config, "split": options.split}
-        options.out.write_text(json.dumps({**report, "kernels": rows}, indent=1) + "\n")
+    report = {"environment": environment(), "config": options.config, "split": options.split}
+    write(options.out, {**report, "kernels": rows})
 
 
 if __name__ == "__main__":

@@ -11,30 +11,25 @@ work, as PyTorch's profiler sees them: kernels, copies, fills, graphs.
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
+import measuring
 import torch
-from grouped_gemm_sm90 import CONFIGS, Config, environment, measure, split_sizes
-from grouped_mlp import graphed, host_microseconds
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-import fusible as fz
 from fusible.testing import assume_target
 
-SHAPES = {"tiny": Config(256, 128, 8, 512), "small": CONFIGS["small"]}
+SHAPES = {"tiny": measuring.TINY, "small": measuring.CONFIGS["small"]}
 # Recipe, and the machine whose rules are used if not this one's.
 PATHS = {
     "bf16 fused": (None, None),
     "bf16 unfused": (None, "sm80"),
-    "mxfp8": (fz.recipes.MXFP8BlockScaling(), None),
-    "fp8 block": (fz.recipes.Float8BlockScaling(), None),
+    "mxfp8": (measuring.RECIPES["mxfp8"], None),
+    "fp8 block": (measuring.RECIPES["fp8_block"], None),
 }
 
 
@@ -42,31 +37,17 @@ PATHS = {
 def path(name: str) -> Iterator[None]:
     """A recipe, and whose rules."""
     recipe, machine = PATHS[name]
-    with (
-        fz.autocast(enabled=recipe is not None, recipe=recipe),
-        assume_target(machine) if machine else nullcontext(),
-    ):
+    with measuring.under(recipe), assume_target(machine) if machine else nullcontext():
         yield
 
 
-def build(config: Config) -> fz.Sequential:
-    """The grouped MLP with single weights in BF16."""
-    options = {"device": "cuda", "dtype": torch.bfloat16, "bias": False}
-    options["single_grouped_weight"] = True
-    return fz.Sequential(
-        fz.GroupedLinear(config.experts, config.hidden, 2 * config.expert, **options),
-        fz.ScaledSwiGLU(),
-        fz.GroupedLinear(config.experts, config.expert, config.hidden, **options),
-    )
-
-
-def inputs(config: Config) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def inputs(config: measuring.Config) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Input, split sizes, scales, gradient of the output."""
     x, dy = (
         torch.randn(config.rows, config.hidden, device="cuda", dtype=torch.bfloat16) for _ in "ab"
     )
     scales = torch.rand(config.rows, device="cuda").requires_grad_()
-    splits = torch.tensor(split_sizes(config, "skewed"), device="cuda")
+    splits = torch.tensor(measuring.split_sizes(config, "skewed"), device="cuda")
     return x.requires_grad_(), splits, scales, dy
 
 
@@ -85,9 +66,12 @@ def training_step(name: str, module: nn.Module, given: tuple[Tensor, ...]) -> Ca
     return step
 
 
-def ways(name: str, config: Config) -> dict[str, Callable[[], None]]:
+def ways(name: str, config: measuring.Config) -> measuring.Calls:
     """The ways to issue a step of one path."""
-    given, module = inputs(config), build(config)
+    given, module = (
+        inputs(config),
+        measuring.grouped_mlp(config.hidden, config.expert, config.experts),
+    )
     x, splits, scales, _ = given
     two_graphs = copy.deepcopy(module)
     with path(name):
@@ -95,7 +79,7 @@ def ways(name: str, config: Config) -> dict[str, Callable[[], None]]:
     return {
         "eager": training_step(name, copy.deepcopy(module), given),
         "graphed module": training_step(name, two_graphs, given),
-        "one graph": graphed(training_step(name, module, given)),
+        "one graph": measuring.graph_of(training_step(name, module, given)).replay,
     }
 
 
@@ -116,11 +100,11 @@ def launches(step: Callable[[], None]) -> int:
 
 def run() -> dict[str, Any]:
     """Measure every shape, path and way."""
-    report: dict[str, Any] = {"environment": environment(), "steps": []}
+    report: dict[str, Any] = {"environment": measuring.environment(), "steps": []}
     for shape, config in SHAPES.items():
         for name in PATHS:
             steps = ways(name, config)
-            host, device = host_microseconds(steps), measure(steps)
+            host, device = measuring.host_microseconds(steps), measuring.measure(steps)
             for way, step in steps.items():
                 row = {
                     "shape": shape,
@@ -143,12 +127,8 @@ def run() -> dict[str, Any]:
 
 def main() -> None:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/training_step.json"))
-    options = parser.parse_args()
-    report = run()
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(report, indent=1) + "\n")
+    options = measuring.parser_of(__doc__, "training_step.json").parse_args()
+    measuring.write(options.out, run())
 
 
 if __name__ == "__main__":

@@ -10,16 +10,13 @@ weight of every row, and runs where tokens are few.
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import transformers
-from grouped_gemm_sm90 import environment, measure
+from measuring import environment, measure, parser_of, peak_mb, write
 from torch import Tensor, nn
 
 from fusible.integrations import transformers as integration
@@ -99,18 +96,6 @@ def passes(
     return {"forward": forward, "forward + backward": both}
 
 
-def peak_mb(step: Callable[[], Any], grads: list[Tensor]) -> float:
-    """Peak memory of a training step beside what is there before it; its gradients are part."""
-    step()  # what is allocated once
-    for t in grads:
-        t.grad = None
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    step()
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
-
-
 def compare(case: Case) -> dict[str, Any]:
     """Milliseconds and peak memory of every implementation."""
     experts, inputs = build(case)
@@ -141,20 +126,16 @@ def lines(name: str, result: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, "transformers_experts.json")
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}")
-    out = Path("benchmarks/results/transformers_experts.json")
-    parser.add_argument("--out", type=Path, default=out)
     options = parser.parse_args()
     integration.register()
-    versions = environment()
-    report: dict[str, Any] = {"environment": versions, "cases": {}}
+    report: dict[str, Any] = {"environment": environment(), "cases": {}}
     for name in options.cases or CASES:
         report["cases"][name] = compare(CASES[name])
         print("\n".join(lines(name, report["cases"][name])), flush=True)
         torch.cuda.empty_cache()
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
+        write(options.out, report)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
+import pkgutil
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
@@ -38,20 +38,11 @@ html_show_copyright = False
 PUBLIC: tuple[ModuleType, ...] = (fusible, extend, recipes)
 
 
-def _at(path: str) -> Any:
-    """The object at a dotted path; AttributeError if there is none."""
-    for end in range(path.count(".") + 1, 0, -1):
-        module, *names = [".".join(path.split(".")[:end]), *path.split(".")[end:]]
-        if module in sys.modules:
-            return functools.reduce(getattr, names, sys.modules[module])
-    raise AttributeError(path)
-
-
 def _named(target: str, modules: Iterable[str]) -> Any:
     """What a reference names: by its path, or by its name in one of the modules."""
     for path in (target, *[f"{module}.{target}" for module in modules], f"builtins.{target}"):
-        with suppress(AttributeError):
-            return _at(path)
+        with suppress(AttributeError, ImportError, ValueError):
+            return pkgutil.resolve_name(path)
     return None
 
 

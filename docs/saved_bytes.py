@@ -5,16 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from unittest.mock import patch
 
+import tables
 import torch
-from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
+from measuring import grouped_mlp as mlp_of
+from measuring import saved_mb, under
 
 import fusible as fz
 from fusible.ops import grouped_kernels
 from fusible.testing import assume_target
 
 PAGE = Path(__file__).parent / "training.md"
-BEGIN, END = "<!-- saved bytes: written by make docs -->", "<!-- end of saved bytes -->"
+BEGIN, END = tables.markers("saved bytes")
 HIDDEN, EXPERT, GROUPS, ROWS = 512, 256, 2, 256
 RECIPES: dict[str, fz.recipes.Recipe | None] = {
     "none (BF16)": None,
@@ -27,43 +28,25 @@ RECIPES: dict[str, fz.recipes.Recipe | None] = {
 
 def grouped_mlp(device: str = "cpu", interleave: int | None = 32) -> fz.Sequential:
     """The grouped MLP; SM100's kernels need stripes of 32 gate and linear columns."""
-    options = {"bias": False, "dtype": torch.bfloat16, "single_grouped_weight": True}
-    options["device"] = device
-    return fz.Sequential(
-        fz.GroupedLinear(GROUPS, HIDDEN, 2 * EXPERT, **options),
-        fz.ScaledSwiGLU(interleave),
-        fz.GroupedLinear(GROUPS, EXPERT, HIDDEN, **options),
-    )
+    return mlp_of(HIDDEN, EXPERT, GROUPS, fz.ScaledSwiGLU(interleave), device=device)
 
 
 def saved(module: fz.Sequential, recipe: fz.recipes.Recipe | None, rows: int) -> int:
     """Bytes of distinct memory that one forward of ``rows`` tokens saves, beside parameters."""
-    known = {p.untyped_storage().data_ptr() for p in module.parameters()}
-    found: dict[int, int] = {}
     device = next(module.parameters()).device
     x = torch.randn(rows, HIDDEN, dtype=torch.bfloat16, device=device, requires_grad=True)
     splits = torch.tensor([rows // GROUPS] * GROUPS, device=device)
     scales = torch.rand(rows, device=device, requires_grad=True)
 
-    def pack(t: Tensor) -> Tensor:
-        storage = t.untyped_storage()
-        if storage.data_ptr() not in known:
-            found[storage.data_ptr()] = storage.nbytes()
-        return t
-
-    with (
-        fz.autocast(enabled=recipe is not None, recipe=recipe),
-        saved_tensors_hooks(pack, lambda t: t),
-    ):
-        y = module(x, splits, scales, splits)
-    del y
-    return sum(found.values())
+    with under(recipe):
+        mb = saved_mb(lambda: module(x, splits, scales, splits), module.parameters())
+    return round(2**20 * mb)
 
 
 def row(
     name: str, recipe: fz.recipes.Recipe | None, machine: str, interleave: int | None = 32
-) -> str | None:
-    """One line of the table; None where no rule of that machine fuses the whole."""
+) -> list[str] | None:
+    """One row of the table; None where no rule of that machine fuses the whole."""
     module = grouped_mlp(interleave=interleave)
     unfused = machine == "unfused"
     with (
@@ -81,7 +64,7 @@ def row(
     if interleave is None:
         how += ", gate and linear columns in halves"
     per_value = per_token / (HIDDEN + 3 * EXPERT)
-    return f"| {name} | {how} | {per_token:,.0f} | {per_value:.2f} | {fixed / 2**20:.1f} |"
+    return [name, how, f"{per_token:,.0f}", f"{per_value:.2f}", f"{fixed / 2**20:.1f}"]
 
 
 def per_token_and_fixed(
@@ -95,26 +78,18 @@ def per_token_and_fixed(
 
 def table() -> str:
     """Every recipe, unfused and by each rule that fuses it."""
-    lines = [
-        "| recipe | run as | bytes per token | per value of x, pre-activation, activation | MiB "
-        "in any case |",
-        "|---|---|---:|---:|---:|",
-    ]
+    columns = ["recipe", "run as", "bytes per token"]
+    columns += ["per value of x, pre-activation, activation", "MiB in any case"]
+    rows = []
     for name, recipe in RECIPES.items():
         for machine in ("unfused", "sm90", "sm100"):
-            if line := row(name, recipe, machine):
-                lines.append(line)
+            if cells := row(name, recipe, machine):
+                rows.append(cells)
         if name == "FP8 block":  # whose backward computes the activation again in this layout
-            lines.append(row(name, recipe, "sm90", None) or "")
-    return "\n".join(lines)
-
-
-def with_table(text: str) -> str:
-    """``text`` with the table between its markers brought up to date."""
-    head, _, rest = text.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    return f"{head}{BEGIN}\n{table()}\n{END}{tail}"
+            rows.append(row(name, recipe, "sm90", None) or [])
+    return tables.markdown(columns, rows)
 
 
 if __name__ == "__main__":
-    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    text = tables.with_table(PAGE.read_text(encoding="utf-8"), "saved bytes", table())
+    PAGE.write_text(text, encoding="utf-8")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,10 @@ from fusible.fuser.rules import Rule
 from fusible.integrations.checkpoint_layouts import LAYOUTS, CheckpointLayout
 
 ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT / "benchmarks"))  # last: modules of examples have the same names
+
+import expert_parallel_model  # noqa: E402 - found through the line above
+
 RESULTS = ROOT / "benchmarks" / "results"
 PASSES = ("forward", "forward + backward")
 FORMATS = {
@@ -36,18 +40,25 @@ EXPERTS = {
 SHAPES = {"tiny": "256, 128, 8, 512", "small": "1024, 512, 64, 8192"}
 
 
+def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]], *below: str) -> str:
+    """A table as Markdown, and the lines below it after an empty one."""
+    lines = [f"| {' | '.join(row)} |" for row in (columns, *rows)]
+    lines.insert(1, "|" + "---|" * (lines[0].count(" | ") + 1))
+    return "\n".join([*lines, *(["", *below] if below else [])])
+
+
 def support_table(rules: Sequence[Rule]) -> str:
     """The rules as a Markdown table, one row each, in order of priority.
 
     After a rule with rows of kernels comes one for each of these, with what it needs in addition.
     """
-    columns = ["rule", "pass", "pattern", "needs", "worth"]
-    rows = [columns, ["---"] * len(columns)]
+    rows = []
     for r in rules:
         pattern = str(r).replace("|", "\\|")
         rows.append([f"`{r.name}`", r.phase, pattern, _needs(r.needs), r.worth])
         rows += [[f"`{r.name}_{k.name}`", "", "", _needs(k.needs), k.worth] for k in r.kernels]
-    return "\n".join(f"| {' | '.join(' '.join(cell.split()) for cell in row)} |" for row in rows)
+    spaced = [[" ".join(cell.split()) for cell in row] for row in rows]
+    return markdown(["rule", "pass", "pattern", "needs", "worth"], spaced)
 
 
 def _needs(conditions: Sequence[Condition]) -> str:
@@ -58,7 +69,7 @@ def measured_table(report: dict[str, Any]) -> str:
     """Times of ``benchmarks/grouped_mlp.py`` and those of its peers over them, as Markdown."""
     cells = {(c["config"], c["split"], c["pass"]): c["ms"] for c in report["cells"]}
     columns = [f"{what}: ours, ms | torch / ours | quack / ours" for what in PASSES]
-    lines = [f"| shape | splits | {' | '.join(columns)} |", "|" + "---|" * 8]
+    rows = []
     shapes = dict.fromkeys((config, split) for config, split, _ in cells)
     for config, split in shapes:
         graph = f"{PASSES[1]}, graph" if (config, split, f"{PASSES[1]}, graph") in cells else ""
@@ -69,8 +80,8 @@ def measured_table(report: dict[str, Any]) -> str:
                 f"{ms['fused']:.4g}" if ms else "",
                 *[f"{ms[who] / ms['fused']:.2f}" if ms else "" for who in ("torch", "quack")],
             ]
-        lines.append(f"| {' | '.join(row)} |")
-    return "\n".join([*lines, "", _sentences(report)])
+        rows.append(row)
+    return markdown(["shape", "splits", *columns], rows, _sentences(report))
 
 
 def _measured_at(report: dict[str, Any]) -> str:
@@ -100,10 +111,7 @@ def _large(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 def gains_table(block: dict[str, Any], mlp: dict[str, Any], experts: dict[str, Any]) -> str:
     """What a user gains over PyTorch and transformers, forward and backward, as Markdown."""
-    lines = [
-        "| what | compared with | times as fast | saved for the backward, MB: ours, theirs |",
-        "|---|---|---|---|",
-    ]
+    rows = []
     release = block["environment"]["transformers"].removesuffix(".0")
     for name, cell in block["shapes"].items():
         ratio, saved = cell["passes"][PASSES[1]]["ratio"], cell["saved_mb"]
@@ -112,23 +120,21 @@ def gains_table(block: dict[str, Any], mlp: dict[str, Any], experts: dict[str, A
             ("torch", "PyTorch's ops and `grouped_mm`"),
         ):
             sizes = f"{saved['fusible']:.0f}, {saved[who]:.0f}"
-            lines.append(f"| MoE block, {name} | {what} | {ratio[who]:.2f} | {sizes} |")
+            rows.append([f"MoE block, {name}", what, f"{ratio[who]:.2f}", sizes])
     case = experts["cases"]["gpt-oss-20b"]
     ms, older = case["ms"][PASSES[1]], experts["environment"]["transformers"].removesuffix(".0")
-    lines.append(
-        f"| experts of gpt-oss-20b | transformers {older}, `grouped_mm` | "
-        f"{ms['grouped_mm'] / ms['fusible']:.2f} | |"
-    )
+    faster = f"{ms['grouped_mm'] / ms['fusible']:.2f}"
+    rows.append(["experts of gpt-oss-20b", f"transformers {older}, `grouped_mm`", faster, ""])
     for cell in mlp["cells"]:
         if cell["pass"] == PASSES[1] and cell["config"] in ("qwen3-30b", "mixtral-8x7b"):
             ms, sizes = cell["ms"], mlp["memory"][cell["config"]]
-            lines.append(
-                f"| grouped MLP, {cell['config']}, {cell['split']} rows | `grouped_mm`, compiled "
-                f"activation | {ms['torch'] / ms['fused']:.2f} | "
-                f"{sizes['fused']['saved_mb']:.0f}, {sizes['torch']['saved_mb']:.0f} |"
-            )
+            saved = [f"{sizes[who]['saved_mb']:.0f}" for who in ("fused", "torch")]
+            what = f"grouped MLP, {cell['config']}, {cell['split']} rows"
+            faster = f"{ms['torch'] / ms['fused']:.2f}"
+            rows.append([what, "`grouped_mm`, compiled activation", faster, ", ".join(saved)])
     where = _measured_at(block).removesuffix(".")
-    return "\n".join([*lines, "", f"{where}; gpt-oss-20b at commit {case['commit']}."])
+    columns = ["what", "compared with", "times as fast", "saved for the backward, MB: ours, theirs"]
+    return markdown(columns, rows, f"{where}; gpt-oss-20b at commit {case['commit']}.")
 
 
 def block_table(report: dict[str, Any], newer: dict[str, Any]) -> str:
@@ -145,7 +151,7 @@ def block_table(report: dict[str, Any], newer: dict[str, Any]) -> str:
         "peak memory, MB: ours, plain, transformers",
         "kept for the backward, MB: ours (`recompute_rows`), plain, transformers",
     ]
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    rows = []
     shapes = {name: cell for name, cell in report["shapes"].items() if name != "small"}
     for name, cell in shapes.items():
         ms, sizes = cell["passes"][PASSES[1]]["ms"], cell["sizes"]
@@ -162,8 +168,8 @@ def block_table(report: dict[str, Any], newer: dict[str, Any]) -> str:
             f"{saved[ours]:.0f} ({saved[again]:.0f}), "
             + ", ".join(f"{saved[who]:.0f}" for who in peers),
         ]
-        lines.append(f"| {' | '.join(row)} |")
-    return "\n".join([*lines, "", f"{_measured_at(report)} {_block_sentences(report, shapes)}"])
+        rows.append(row)
+    return markdown(columns, rows, f"{_measured_at(report)} {_block_sentences(report, shapes)}")
 
 
 def _block_sentences(report: dict[str, Any], shapes: dict[str, Any]) -> str:
@@ -194,7 +200,7 @@ def experts_table(report: dict[str, Any]) -> str:
     columns = ["experts", "tokens, top-k"]
     columns += [f"{what}, ms | against `grouped_mm`" for what in PASSES]
     columns += ["against `eager`", "peak memory against `grouped_mm`"]
-    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * 8]
+    rows = []
     for name, experts in EXPERTS.items():
         if case := report["cases"].get(name):
             at = f" (at {case['commit']})" if "commit" in case else ""
@@ -204,19 +210,16 @@ def experts_table(report: dict[str, Any]) -> str:
             peak = case["peak_mb"]
             row += [f"{ms['eager'] / ms['fusible']:.1f}x"]
             row += [f"{peak['fusible'] / peak['grouped_mm']:.2f}x"]
-            lines.append(f"| {' | '.join(row)} |")
+            rows.append(row)
     where = f"{_measured_at(report)} transformers {report['environment']['transformers']}."
     few = report["cases"]["gpt-oss-20b, decoding"]["ms"]
     forward, both = (few[what]["batched_mm"] / few[what]["fusible"] for what in PASSES)
-    return "\n".join(
-        [
-            *lines,
-            "",
-            f"{where} `batched_mm`, which copies the weight of every row, was measured where "
-            f"tokens are few: in decoding gpt-oss-20b ours is {forward:.1f} times as fast forward "
-            f"and {both:.1f} times with the backward.",
-        ]
+    below = (
+        f"{where} `batched_mm`, which copies the weight of every row, was measured where tokens "
+        f"are few: in decoding gpt-oss-20b ours is {forward:.1f} times as fast forward and "
+        f"{both:.1f} times with the backward."
     )
+    return markdown(columns, rows, below)
 
 
 def dense_rules_table(h200: dict[str, Any], cpu: dict[str, Any]) -> str:
@@ -226,39 +229,32 @@ def dense_rules_table(h200: dict[str, Any], cpu: dict[str, Any]) -> str:
         for case in report["results"]:
             times = found.setdefault(case["rule"], {}).setdefault(where, [])
             times.append(f"{case['speedup']:.2f}")
-    lines = ["| rule | H200 | CPU |", "|---|---|---|"]
+    rows = []
     for name, times in found.items():
         rule, comma, form = name.partition(",")
         cells = [", ".join(times.get(where, [])) for where in ("H200", "CPU")]
-        lines.append(f"| `{rule}`{comma}{form} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append([f"`{rule}`{comma}{form}", *cells])
+    return markdown(["rule", "H200", "CPU"], rows)
 
 
 def steps_table(report: dict[str, Any]) -> str:
     """Host time and launches of training steps, ``benchmarks/training_step.py``, as Markdown."""
     cells = {(s["shape"], s["path"], s["way"]): s for s in report["steps"]}
     ways = list(dict.fromkeys(way for _, _, way in cells))
-    lines = [f"| shape | run as | {' | '.join(ways)} |", "|" + "---|" * (2 + len(ways))]
+    rows = []
     for shape, path in dict.fromkeys((shape, path) for shape, path, _ in cells):
         steps = [cells[shape, path, way] for way in ways]
         row = [f"{s['host_us']:.0f} us, {s['launches']}" for s in steps]
         name = path.replace("bf16", "BF16").replace("mxfp8", "MXFP8").replace("fp8 b", "FP8 b")
-        lines.append(f"| {SHAPES[shape]} | {name} | {' | '.join(row)} |")
-    return "\n".join([*lines, "", _measured_at(report)])
+        rows.append([SHAPES[shape], name, *row])
+    return markdown(["shape", "run as", *ways], rows, _measured_at(report))
 
 
 def quantizers_table(report: dict[str, Any]) -> str:
     """Bandwidth of the quantizers, ``benchmarks/quantize.py``, from BF16, as Markdown."""
     share = {row["case"]: row["of_copy"] for row in report["quantizers"]}
-    columns = [
-        "format",
-        "row-wise",
-        "column-wise",
-        "both",
-        "both, 128 groups",
-        "dequantized to BF16",
-    ]
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    columns = ["format", "row-wise", "column-wise", "both", "both, 128 groups"]
+    rows = []
     for case, name in FORMATS.items():
         for both in ("both", "one for both"):
             cells = [
@@ -268,8 +264,8 @@ def quantizers_table(report: dict[str, Any]) -> str:
             cells.append([key for key in share if key.startswith(f"{case}, dequantize ")])
             if cells[2][0] in share:
                 row = [_range([share[key] for key in keys if key in share]) for keys in cells]
-                lines.append(f"| {name} | {' | '.join(row)} |")
-    return "\n".join([*lines, "", _measured_at(report)])
+                rows.append([name, *row])
+    return markdown([*columns, "dequantized to BF16"], rows, _measured_at(report))
 
 
 def _range(shares: list[float]) -> str:
@@ -285,12 +281,9 @@ def recipe_costs_table(report: dict[str, Any]) -> str:
         module, _, recipe = row["case"].rpartition(", ")
         cell = f"{row['us'] / 1e3:.2f} ms" if recipe == "bf16" else f"{row['over_bf16']:.2f}"
         costs.setdefault(module, []).append(cell)
-    lines = [
-        "| module | BF16 | MXFP8 | FP8 block | FP8 current | NVFP4 |",
-        "|---|---|---|---|---|---|",
-    ]
-    lines += [f"| {module} | {' | '.join(cells)} |" for module, cells in costs.items()]
-    return "\n".join([*lines, "", _measured_at(report)])
+    columns = ["module", "BF16", "MXFP8", "FP8 block", "FP8 current", "NVFP4"]
+    rows = [[module, *cells] for module, cells in costs.items()]
+    return markdown(columns, rows, _measured_at(report))
 
 
 def placed_table(report: dict[str, Any]) -> str:
@@ -298,7 +291,7 @@ def placed_table(report: dict[str, Any]) -> str:
     cases = {case["case"]: case for case in report["placed"]}
     columns = ["groups", "format", "us", "of a copy", "with sums, us"]
     columns += ["as passes of PyTorch, us", "the sums alone, us"]
-    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+    rows = []
     for groups in (8, 128):
         for name in ("mxfp8", "nvfp4"):
             one, sums, parts = (
@@ -308,34 +301,22 @@ def placed_table(report: dict[str, Any]) -> str:
             alone = cases[f"sums alone, {groups} groups"]
             row = [f"{groups}", name.upper(), f"{one['us']:.0f}", f"{one['of_copy']:.0%}"]
             row += [f"{case['us']:.0f}" for case in (sums, parts, alone)]
-            lines.append(f"| {' | '.join(row)} |")
-    return "\n".join([*lines, "", _measured_at(report)])
+            rows.append(row)
+    return markdown(columns, rows, _measured_at(report))
 
 
 def layouts_table(layouts: Sequence[CheckpointLayout]) -> str:
     """The layouts of checkpoints that are read, one row each, as Markdown."""
-    lines = ["| layout | entries of a weight `X` | stored as, bit for bit |", "|---|---|---|"]
-    for row in layouts:
-        names = ", ".join(f"`X{ending}`" for ending in row.endings)
-        fmt = (
-            "ordinary tensors" if row.format is None else f"{row.format.name}: {row.format.scaling}"
-        )
-        lines.append(f"| {row.name} | {names} | {fmt} |")
-    return "\n".join(lines)
+    rows = []
+    for layout in layouts:
+        names, fmt = ", ".join(f"`X{ending}`" for ending in layout.endings), layout.format
+        stored = "ordinary tensors" if fmt is None else f"{fmt.name}: {fmt.scaling}"
+        rows.append([layout.name, names, stored])
+    return markdown(["layout", "entries of a weight `X`", "stored as, bit for bit"], rows)
 
 
 def _results(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-
-
-def expert_parallel_table() -> str:
-    """The estimates of ``benchmarks/expert_parallel_model.py``."""
-    sys.path.insert(0, str(RESULTS.parent))
-    try:
-        from expert_parallel_model import table
-    finally:
-        sys.path.pop(0)
-    return table()
 
 
 # By page, and by the name between the page's markers.
@@ -354,7 +335,9 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
             _results("moe_block"), _results("moe_block_transformers_5_23")
         ),
     },
-    "docs/expert_parallel.md": {"model": expert_parallel_table},
+    "docs/expert_parallel.md": {
+        "model": lambda: markdown(expert_parallel_model.COLUMNS, expert_parallel_model.rows()),
+    },
     "docs/blackwell.md": {"placed": lambda: placed_table(_results("quantize_h200"))},
     "docs/porting.md": {
         "dense rules": lambda: dense_rules_table(_results("rules_h200"), _results("rules_cpu")),
@@ -369,16 +352,30 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
 }
 
 
+def markers(name: str) -> tuple[str, str]:
+    """The lines before and after a table of a page."""
+    return f"<!-- {name}: written by make docs -->", f"<!-- end of {name} -->"
+
+
+def with_table(text: str, name: str, table: str) -> str:
+    """A page's text with the table between its markers replaced.
+
+    Raises:
+        ValueError: the page has no such markers.
+    """
+    begin, end = markers(name)
+    head, found, rest = text.partition(begin)
+    _, closed, tail = rest.partition(end)
+    if not (found and closed):
+        raise ValueError(f"the page of {name} must have the lines {begin} and {end}")
+    return f"{head}{begin}\n{table}\n{end}{tail}"
+
+
 def with_tables(page: str) -> str:
-    """A page's text with the tables between their markers brought up to date."""
+    """A page's text with its tables brought up to date."""
     text = (ROOT / page).read_text(encoding="utf-8")
     for name, table in TABLES[page].items():
-        begin, end = f"<!-- {name}: written by make docs -->", f"<!-- end of {name} -->"
-        head, found, rest = text.partition(begin)
-        _, closed, tail = rest.partition(end)
-        if not (found and closed):
-            raise ValueError(f"{page} must have the lines {begin} and {end}")
-        text = f"{head}{begin}\n{table()}\n{end}{tail}"
+        text = with_table(text, name, table())
     return text
 
 

@@ -3,20 +3,8 @@
 from typing import TYPE_CHECKING, NoReturn
 
 import fusible.kernels.quantize  # noqa: F401 - registers its kernels for CUDA
-from fusible import extend, ops, recipes
-from fusible.compat import (
-    DType,
-    checkpoint,
-    deinterleave_glu_tensor,
-    fp8_autocast,
-    interleave_glu_tensor,
-    is_bf16_available,
-    is_fp8_available,
-    is_fp8_block_scaling_available,
-    is_mxfp8_available,
-    is_nvfp4_available,
-    make_graphed_callables,
-)
+from fusible import compat, extend, ops, recipes
+from fusible.compat import *  # noqa: F403 - its own list of names
 from fusible.distributed import expert_parallel
 from fusible.fused import RULES
 from fusible.fuser.explain import Explanation, explain
@@ -96,7 +84,6 @@ if not TYPE_CHECKING:  # for which every name would exist
 
 
 __all__ = [
-    "DType",
     "Explanation",
     "Float8BlockQuantizer",
     "Float8CurrentScalingQuantizer",
@@ -112,26 +99,17 @@ __all__ = [
     "Target",
     "autocast",
     "checking",
-    "checkpoint",
-    "deinterleave_glu_tensor",
     "expert_parallel",
     "explain",
     "extend",
-    "fp8_autocast",
     "fp8_model_init",
     "get_default_recipe",
-    "interleave_glu_tensor",
-    "is_bf16_available",
-    "is_fp8_available",
-    "is_fp8_block_scaling_available",
-    "is_mxfp8_available",
-    "is_nvfp4_available",
     "keep_recipe",
-    "make_graphed_callables",
     "ops",
     "quantized_model_init",
     "recipes",
     "register_rule",
     "unregister_rule",
+    *compat.__all__,
     *ops.__all__,
 ]

@@ -15,6 +15,20 @@ from fusible.ops.glu_layout import deinterleave_glu, interleave_glu
 from fusible.recipes.autocast import autocast, keep_recipe
 from fusible.recipes.recipe import Recipe
 
+__all__ = [
+    "DType",
+    "checkpoint",
+    "deinterleave_glu_tensor",
+    "fp8_autocast",
+    "interleave_glu_tensor",
+    "is_bf16_available",
+    "is_fp8_available",
+    "is_fp8_block_scaling_available",
+    "is_mxfp8_available",
+    "is_nvfp4_available",
+    "make_graphed_callables",
+]
+
 
 class DType:
     """PyTorch's dtypes under Transformer Engine's names, as arguments of quantizers."""
@@ -48,11 +62,8 @@ def _available(return_reason: bool = False) -> bool | tuple[bool, str]:
     return (True, "") if return_reason else True
 
 
-is_fp8_available = _available
-is_mxfp8_available = _available
-is_nvfp4_available = _available
-is_fp8_block_scaling_available = _available
-is_bf16_available = _available
+is_fp8_available = is_mxfp8_available = is_nvfp4_available = _available
+is_fp8_block_scaling_available = is_bf16_available = _available
 
 
 def fp8_autocast(

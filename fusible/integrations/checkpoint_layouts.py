@@ -154,17 +154,14 @@ def layout_of(
         values = checkpoint.get(base + layout.values)
         if values is None or values.dtype not in layout.dtypes:
             continue
-        there = [e for e in layout.endings if _fits(layout, e, checkpoint.get(base + e))]
+        there = [e for e in layout.endings if base + e in checkpoint]
+        scale = checkpoint.get(base + layout.scale) if layout.scale else None
+        if scale is not None and scale.dtype not in layout.scale_dtypes:
+            there.remove(layout.scale)
         if len(there) > found:
             missing = [base + ending for ending in layout.endings if ending not in there]
             best, found = (layout, missing), len(there)
     return best
-
-
-def _fits(layout: CheckpointLayout, ending: str, entry: Tensor | None) -> bool:
-    if entry is None or ending in (layout.values, layout.tensor_scale):
-        return entry is not None
-    return entry.dtype in layout.scale_dtypes
 
 
 def matrix_of(data: Tensor, scale: Tensor) -> QuantizedMatrix:
@@ -221,29 +218,24 @@ def joined_weights(parts: Sequence[OperandData], interleave: int | None) -> Oper
 
 
 def _rows(parts: Sequence[Tensor], interleave: int | None) -> Tensor:
-    plain = [_plain(part) for part in parts]
     if interleave is None:
-        return torch.cat(plain, -2).view(parts[0].dtype)
-    blocks = [part.unflatten(-2, (-1, interleave)) for part in plain]
-    return torch.stack(blocks, -3).flatten(-4, -2).view(parts[0].dtype)
-
-
-def _plain(t: Tensor) -> Tensor:
-    """A tensor that every operation takes: the bytes of eight-bit floats."""
-    return t.view(torch.uint8) if t.element_size() == 1 else t
+        return torch.cat(list(parts), -2)
+    blocks = [part.unflatten(-2, (-1, interleave)) for part in parts]
+    return torch.stack(blocks, -3).flatten(-4, -2)
 
 
 def stacked_weights(parts: Sequence[OperandData]) -> OperandData:
     """Weights of one shape, layout and dtype as one with a leading dimension."""
-    first = parts[0]
-    if isinstance(first, Tensor):
-        return torch.stack([part for part in parts if isinstance(part, Tensor)])
     matrices = [part for part in parts if isinstance(part, QuantizedMatrix)]
-    data = torch.stack([_plain(m.data) for m in matrices]).view(first.data.dtype)
-    scale = torch.stack([_plain(m.scale) for m in matrices]).view(first.scale.dtype)
+    if not matrices:
+        return torch.stack([part for part in parts if isinstance(part, Tensor)])
     outer = [m.tensor_scale for m in matrices if m.tensor_scale is not None]
-    tensor_scale = torch.stack(outer) if outer else None
-    return QuantizedMatrix(data, scale, tensor_scale, first.format)
+    return QuantizedMatrix(
+        torch.stack([m.data for m in matrices]),
+        torch.stack([m.scale for m in matrices]),
+        torch.stack(outer) if outer else None,
+        matrices[0].format,
+    )
 
 
 def in_format(matrix: QuantizedMatrix, fmt: NumberFormat) -> QuantizedMatrix | None:
@@ -255,20 +247,16 @@ def in_format(matrix: QuantizedMatrix, fmt: NumberFormat) -> QuantizedMatrix | N
     own = matrix.format
     if own.block != fmt.block or own.scale_dtype != fmt.scale_dtype:
         return None
-    if fmt.scale == "fp32_power_of_two" and not _are_powers_of_two(matrix.scale):
-        return None
+    if fmt.scale == "fp32_power_of_two":
+        bits = matrix.scale.view(torch.int32)  # of which normal numbers without a mantissa fit
+        if not (((bits & 0x7FFFFF) == 0) & ((bits & 0x7F800000) != 0)).all():
+            return None
     data = matrix.data
     if own.element != fmt.element:
         if own.element != E2M1:
             return None
         data = ENCODERS[fmt.element](DECODERS[E2M1](data))
     return matrix._replace(data=data, format=fmt)
-
-
-def _are_powers_of_two(scale: Tensor) -> bool:
-    """Whether no FP32 number has a mantissa; only normal ones count."""
-    bits = scale.view(torch.int32)
-    return bool(((bits & 0x7FFFFF) == 0).all() & ((bits & 0x7F800000) != 0).all())
 
 
 def quantized_tensor(

@@ -130,6 +130,12 @@ class _Wrong(Exception):
     """Reasons to refuse a checkpoint, a sentence each."""
 
 
+def _refuse(reasons: Sequence[str]) -> None:
+    """Raise `_Wrong` if there are reasons."""
+    if reasons:
+        raise _Wrong(*reasons)
+
+
 def _linear_at(module: nn.Module, path: str) -> tuple[nn.Module, WeightedOperation]:
     """The module at a path, and the linear that it is; ValueError if it is none."""
     holder = dict(module.named_modules()).get(path)
@@ -151,6 +157,25 @@ class _ReadWeights(NamedTuple):
     """From the first output feature to the last, ``[out, in]`` or ``[experts, out, in]``."""
     interleave: int | None
     bias: Tensor | None
+
+    def whole(self) -> OperandData | None:
+        """The parts as one weight; None where no tensor of their format has their values."""
+        return joined_weights(self.parts, self.interleave)
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """The values of the weight, rounded once to ``dtype``."""
+        return _joined([decoded(part, dtype) for part in self.parts], self.interleave)
+
+    def kept(self, fmt: NumberFormat) -> QuantizedMatrix | None:
+        """The bits in the format of a parameter, None if values must be rounded."""
+        whole = self.whole()
+        return in_format(whole, fmt) if isinstance(whole, QuantizedMatrix) else None
+
+
+def _joined(parts: Sequence[Tensor], interleave: int | None) -> Tensor:
+    joined = joined_weights(parts, interleave)
+    assert isinstance(joined, Tensor)
+    return joined
 
 
 _Entry = tuple[CheckpointLayout, OperandData, Tensor | None]
@@ -183,11 +208,6 @@ class _Reader:
         return self.op.num_groups * (self.op.expert_processes or 1)
 
     @property
-    def lead(self) -> tuple[int, ...]:
-        """The dimensions of a weight before ``[out, in]``: ``(experts,)`` or none."""
-        return () if self.experts is None else (self.experts,)
-
-    @property
     def weight(self) -> Tensor:
         """The first parameter that is a weight, or its local part."""
         return local(self.op.weights()[0])
@@ -208,15 +228,15 @@ class _Reader:
             raise _Wrong(f"parts of {self.path} must be of one layout, got {_names(layouts)}")
         weights = [weight for _, weight, _ in parts]
         self._check_shapes(weights)
-        biases = [bias for _, _, bias in parts if bias is not None]
+        biases = [bias.unsqueeze(-1) for _, _, bias in parts if bias is not None]
         wrong = [
             f"the bias of {base} must be of {tuple(weight.shape[:-1])}, got {tuple(bias.shape)}"
             for base, (_, weight, bias) in zip(self.bases, parts, strict=True)
             if bias is not None and bias.shape != weight.shape[:-1]
         ]
-        if wrong:
-            raise _Wrong(*wrong)
-        return _ReadWeights(parts[0][0], weights, self.interleave, self._joined_bias(biases))
+        _refuse(wrong)
+        bias = _joined(biases, self.interleave).squeeze(-1) if biases else None
+        return _ReadWeights(parts[0][0], weights, self.interleave, bias)
 
     def _part(self, base: str) -> _Entry:
         """One part of the weight, and of the bias."""
@@ -236,8 +256,7 @@ class _Reader:
                 each.append(self._entry(base.replace("*", str(expert), 1)))
             except _Wrong as error:
                 wrong += error.args
-        if wrong:
-            raise _Wrong(*wrong)
+        _refuse(wrong)
         layouts = {layout for layout, _, _ in each}
         biases = [bias for _, _, bias in each if bias is not None]
         for shapes in {tuple(w.shape) for _, w, _ in each}, {tuple(b.shape) for b in biases}:
@@ -271,7 +290,10 @@ class _Reader:
         except (ValueError, RuntimeError) as error:
             raise _Wrong(f"{base} is not as {layout.name} has it: {error}") from error
         if self.on_meta:
-            weight = _without_values(weight)
+            if isinstance(weight, QuantizedMatrix):
+                weight = weight._replace(data=weight.data.to("meta"))
+            else:
+                weight = weight.to("meta")
             bias = None if bias is None else bias.to("meta")
         read = entries.values() if bias is None else (*entries.values(), bias)
         self.memory |= {entry.untyped_storage().data_ptr() for entry in read}
@@ -306,7 +328,8 @@ class _Reader:
         return {int(match[1]) for match in matches if match}
 
     def _check_shapes(self, parts: Sequence[OperandData]) -> None:
-        op, lead, size = self.op, self.lead, self.interleave
+        op, size = self.op, self.interleave
+        lead = () if self.experts is None else (self.experts,)
         hint = "" if self.transposed else "; transposed=True takes entries [..., in, out]"
         shapes = [tuple(part.shape) for part in parts]
         wrong = [
@@ -314,8 +337,7 @@ class _Reader:
             for base, shape in zip(self.bases, shapes, strict=True)
             if len(shape) != len(lead) + 2 or shape[:-2] != lead or shape[-1] != op.in_features
         ]
-        if wrong:
-            raise _Wrong(*wrong)
+        _refuse(wrong)
         rows = [shape[-2] for shape in shapes]
         if sum(rows) != op.out_features:
             wrong.append(
@@ -327,22 +349,7 @@ class _Reader:
                 f"parts of {self.path} must have equally many output features, a multiple "
                 f"of glu_interleave_size, to alternate in blocks of {size}, got {rows}"
             )
-        if wrong:
-            raise _Wrong(*wrong)
-
-    def _joined_bias(self, parts: Sequence[Tensor]) -> Tensor | None:
-        if not parts:
-            return None
-        bias = joined_weights([part.unsqueeze(-1) for part in parts], self.interleave)
-        assert isinstance(bias, Tensor)
-        return bias.squeeze(-1)
-
-
-def _without_values(weight: OperandData) -> OperandData:
-    """A weight with its elements on the meta device."""
-    if isinstance(weight, Tensor):
-        return weight.to("meta")
-    return weight._replace(data=weight.data.to("meta"))
+        _refuse(wrong)
 
 
 def _names(layouts: set[CheckpointLayout]) -> str:
@@ -361,7 +368,7 @@ def _load(target: _Reader, given: _ReadWeights) -> str:
         weight, what = _stored(given, own)
     else:
         how = "converted" if isinstance(given.parts[0], Tensor) else "decoded"
-        weight, what = _values(given, own.dtype), f"{given.layout.name}, {how} to {own.dtype}"
+        weight, what = given.values(own.dtype), f"{given.layout.name}, {how} to {own.dtype}"
     state = {"weight": weight}
     if given.bias is not None:
         named = target.holder.named_parameters()
@@ -382,24 +389,12 @@ def _unshared(t: Tensor, memory: set[int]) -> Tensor:
     return t if own else t.clone(memory_format=torch.contiguous_format)
 
 
-def _values(given: _ReadWeights, dtype: torch.dtype) -> Tensor:
-    weight = joined_weights([decoded(part, dtype) for part in given.parts], given.interleave)
-    assert isinstance(weight, Tensor)
-    return weight
-
-
-def _kept(given: _ReadWeights, fmt: NumberFormat) -> QuantizedMatrix | None:
-    """The bits of a checkpoint in the format of a parameter, None if values must be rounded."""
-    whole = joined_weights(given.parts, given.interleave)
-    return in_format(whole, fmt) if isinstance(whole, QuantizedMatrix) else None
-
-
 def _stored(given: _ReadWeights, own: QuantizedTensor) -> tuple[QuantizedTensor, str]:
     """A weight for a parameter that is stored quantized, and what was done to it."""
     source, name = given.parts[0], given.layout.name
-    kept, columnwise = _kept(given, own.format), own.columnwise_data is not None
+    kept, columnwise = given.kept(own.format), own.columnwise_data is not None
     if kept is None or columnwise:
-        values = _values(given, torch.float32)
+        values = given.values(torch.float32)
         made = QuantizedTensor.quantize(values, own.format, columnwise=columnwise)
         again = made.with_pieces(made.pieces(), dtype=own.dtype)
     if kept is None:
@@ -420,12 +415,12 @@ def _check_rounding(target: _Reader, given: _ReadWeights) -> None:
     if not isinstance(own, QuantizedTensor) or isinstance(first, Tensor):
         return
     source, stored = first.format, own.format
-    if joined_weights(given.parts, given.interleave) is None:
+    if given.whole() is None:
         why = (
             "its parts have scales of their own for the whole matrix, or blocks that would be cut; "
             "keep the parts in linears of their own, or the weight in high precision"
         )
-    elif _kept(given, stored) is None:
+    elif given.kept(stored) is None:
         why = (
             f"the checkpoint has {source.scaling} ({source.name}), the module stores "
             f"{stored.scaling} ({stored.name}); build it with the recipe of the checkpoint's format"
