@@ -41,7 +41,7 @@ class BackwardActivationBias(FusedOperation):
     def backward_impl(self, ctxs: Contexts, dy: Tensor, dextras: ExtraTensors) -> FusedGrads:
         """One pass over the gradient and the activation's input."""
         (bias, activation), (ctx, ctx_act) = self._basic_ops, ctxs
-        x, dy = activation.saved_input(ctx_act), cast_grad(ctx_act, dy)
+        (x,), dy = activation.saved_inputs(ctx_act), cast_grad(ctx_act, dy)
         rows = dy.reshape(-1, bias.size), x.reshape(-1, bias.size)
         dx: Tensor | None
         dx, dbias = activation_bias_backward(*rows, type(activation).__name__.lower())

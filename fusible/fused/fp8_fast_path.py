@@ -42,7 +42,7 @@ from fusible.kernels.sm90.grouped_products import (
 from fusible.ops.grouped_fast_path import AccumulatingContexts, GroupedFastPath
 from fusible.ops.grouped_kernels import is_memory_of
 from fusible.ops.op import Grads
-from fusible.recipes.formats import NumberFormat
+from fusible.recipes.formats import SAVED_INPUT, NumberFormat
 from fusible.recipes.tensor import QuantizedTensor
 
 
@@ -111,6 +111,8 @@ class _LibraryProducts(NamedTuple):
 class Fp8MLPFastPath(GroupedFastPath):
     """FC1, an activation, FC2."""
 
+    quantizes_preact = True
+
     @classmethod
     def _multiplies(cls, plan: Plan, dtype: torch.dtype) -> bool:
         """See the base class; the plan selects FP8 products, under one recipe."""
@@ -142,6 +144,7 @@ class Fp8MLPFastPath(GroupedFastPath):
         (fc1, fc2), act = self._linears, self._act
         needs_w2 = fc2.needs.params[0]
         self._trains = fc2.needs.requires_grad
+        self._quantizes_preact = self._trains and act.cache_quantized_input
         self._quantizes_act = epilogue_quantizes(recipe, fc1.op, act, trains=self._trains)
         self._saves_act = needs_w2 and not (self._quantizes_act or act.activation_recompute_in_mlp)
         # Otherwise the activation's backward computes it again, and may quantize it.
@@ -187,7 +190,7 @@ class Fp8MLPFastPath(GroupedFastPath):
         ends = launch_group_ends(split_sizes, x.shape[0])
         x_row, x_column = self._quantized(x, ends, columnwise=fc1.needs.params[0])
         w, dgrad_w1 = self._weights(fc1, params)
-        preact, act, *act_scale = fc1.products.forward(x.shape[0]).glu(
+        preact, act, *of_act = fc1.products.forward(x.shape[0]).glu(
             x_row.data,
             w.data.data_ptr(),
             ends,
@@ -197,12 +200,18 @@ class Fp8MLPFastPath(GroupedFastPath):
             self._trains,
             operand_scales=scales_by_row(x_row.scale, w.scale),
             out_format=self._x_format if self._quantizes_act else None,
+            quantize_preact=self._quantizes_act and self._quantizes_preact,
         )
         del x_row, w  # their memory serves what follows
-        act_column = None
+        act_column, preact_scale = None, None
         if self._quantizes_act:
-            act_row = StoredOperand(act, *act_scale)
+            act_scale, preact_scale = of_act
+            act_row = StoredOperand(act, act_scale)
         else:
+            if self._quantizes_preact:
+                rows = RowsToQuantize(preact)
+                saved = launch_quantize(rows, SAVED_INPUT, rowwise=True, columnwise=False)
+                preact, preact_scale, *_ = saved
             act_row, act_column = self._quantized(act, ends, columnwise=self._saves_act)
         del act
         w, dgrad_w2 = self._weights(fc2, params)
@@ -211,7 +220,8 @@ class Fp8MLPFastPath(GroupedFastPath):
         y = fc2.products.product(act_row, w, ends, fc2.first_bias(params), row_scale, ahead)
         columns = *_saved(x_column), *_saved(act_column)
         weights = [(None, None) if w is None else w[:2] for w in (dgrad_w1, dgrad_w2)]
-        saved = *columns, ends, scales, preact, row_scale, fc2.saved_bias(params)
+        kept = preact, preact_scale if self._quantizes_preact else None
+        saved = *columns, ends, scales, *kept, row_scale, fc2.saved_bias(params)
         return y, (*saved, *weights[0], *weights[1])
 
     def _quantized(
@@ -230,7 +240,8 @@ class Fp8MLPFastPath(GroupedFastPath):
         contexts: AccumulatingContexts,
     ) -> Grads:
         """The gradients of the operands."""
-        x, x_scale, act, act_scale, ends, scales, preact, row_scale, bias2, *weights = saved
+        x, x_scale, act, act_scale, ends, scales, preact, preact_scale, *others = saved
+        row_scale, bias2, *weights = others
         w1, w2 = ScaledMatrix(*weights[:2]), ScaledMatrix(*weights[2:])
         (fc1, fc2), dy = self._linears, grad_output
         # What hooks give back may lie anywhere.
@@ -242,8 +253,9 @@ class Fp8MLPFastPath(GroupedFastPath):
         dy_row, dy_column = StoredOperand(*pieces[:2]), StoredOperand(*pieces[2:])
         dact = second.data_grad(dy_row, w2, ends)
         del pieces, dy_row  # their memory serves what follows
-        d = self._activation_grads(GluBackwardInputs(dact, preact, scales, ends), direct)
-        del dact
+        inputs = GluBackwardInputs(dact, preact, scales, ends, preact_scale)
+        d = self._activation_grads(inputs, direct)
+        del dact, inputs
         biases1 = fc1.bias_grads(d.dpreact if self._uses.values else None, ends)
         dpreact_row = StoredOperand(d.row, d.row_scale)
         dpreact_column = StoredOperand(d.column, d.column_scale, d.ends)
@@ -270,7 +282,8 @@ class Fp8MLPFastPath(GroupedFastPath):
         d = GluBackwardPieces(*backward(inputs, self._glu, *formats, self._uses))
         if self._recomputes_act and not self._writes_act:
             quantize = launch_quantize if direct else quantize_pieces
-            act = RowsToQuantize(self._glu.forward(inputs.preact, inputs.scales), inputs.ends)
+            preact = inputs.decoded().preact
+            act = RowsToQuantize(self._glu.forward(preact, inputs.scales), inputs.ends)
             made = quantize(act, self._x_format, rowwise=False, columnwise=True)
             d = d._replace(act=made[2], act_scale=made[3])
         return d

@@ -16,6 +16,8 @@ from fusible.fuser.plan_key import PlanKey
 from fusible.fuser.rules import rule
 from fusible.fuser.schedule import FastPath
 from fusible.fuser.tracing import hooks_hold_saved, keeps_graph
+from fusible.kernels.quantize.k_major import ScaledMatrix, elements_and_scale
+from fusible.kernels.quantize.saved_input import quantize_input
 from fusible.kernels.sm90 import limits as sm90
 from fusible.ops import FusedOperation, GroupedLinear
 from fusible.ops.activation import Activation
@@ -75,8 +77,9 @@ class GroupedLinearGLU(FusedOperation):
         (linear, act), ctx_act = self._basic_ops, ctxs[1]
         activated, *_ = _linear_glu(linear, act, ctxs, x, extra)
         if ctx_act.requires_grad:
+            assert isinstance(activated.preact, Tensor)  # of the library's kernels
             preact = restore_leading_dims(activated.preact, x)
-            act.save_input(ctx_act, preact, *extra[1])
+            act.save_inputs(ctx_act, preact, *extra[1])
         return restore_leading_dims(activated.output, x), [(), ()]
 
 
@@ -95,8 +98,9 @@ class GroupedMLP(FusedOperation):
         super().__init__(basic_ops)
         fc1, act, _ = self._basic_ops
         self.kernels = kernels
+        preact = "pre-activation" + " in FP8 with its scales" * act.cache_quantized_input
         scales = ", scales" if act.num_extra_inputs else ""
-        self.saves = f"{kernels.saves or fc1.saves}, pre-activation{scales}"
+        self.saves = f"{kernels.saves or fc1.saves}, {preact}{scales}"
 
     def multiplies(self, recipe: Recipe) -> str:
         """The operands of the kernels, for ``explain``."""
@@ -117,11 +121,15 @@ class GroupedMLP(FusedOperation):
         row_scale = fc2.prepare_scales(ctx2, x, *bias_scale or [None])
         output = fc2.output_buffer(ctx2, x)
         activated, call, scales = _linear_glu(fc1, act, ctxs[:2], x, extra[:2])
+        preact, rows = activated
+        del activated
+        if act.cache_quantized_input and ctx_act.requires_grad and isinstance(preact, Tensor):
+            preact = quantize_input(preact)
         ctx2.reads_ahead = True  # that launch wrote neither group ends nor parameters
         fc2.check_alignment(split_sizes)
         y = fc2.product(
             call._replace(linear=fc2, ctx=ctx2),
-            activated.output,
+            rows,
             row_scale,
             output,
             save_x=self.kernels.saves_activation(ctx2, act),
@@ -130,7 +138,7 @@ class GroupedMLP(FusedOperation):
             ctx_act.held = hooks_hold_saved()
             ctx_act.scales_dtypes = tuple([t.dtype for t in extra[1] if t is not None])
             ends = self.kernels.preact_ends(call)
-            ctx_act.save_rows_for_backward(ends, (0,), activated.preact, scales)
+            ctx_act.save_rows_for_backward(ends, (0,), *elements_and_scale(preact), scales)
         return restore_leading_dims(y, x), [(), (), ()]
 
     def backward_impl(self, ctxs: Contexts, dy: Tensor, dextras: ExtraTensors) -> FusedGrads:
@@ -149,7 +157,9 @@ class GroupedMLP(FusedOperation):
         dy = operand_rows(ctx2, grad_output)
         saved1 = fc1.restored(ctx1, dy.shape[0])
         saved2 = fc2.restored(ctx2, dy.shape[0])
-        preact, scales = ctx_act.saved_tensors
+        preact, preact_scale, scales = ctx_act.saved_tensors
+        if preact_scale is not None:
+            preact = ScaledMatrix(preact, preact_scale)
         operand = fc2.grad_rows(saved2, dy)
         overwrite = not (ctx_act.held or keeps_graph())
         d = self.kernels.dglu(saved1.call, saved2, act, operand.row, preact, scales, overwrite)
@@ -193,7 +203,6 @@ MLP_CONDITIONS = (
     equal(this.fc1.dtype, this.fc2.dtype),
     where(this.act.gated, True, equal(this.fc1.out_features, 2 * this.fc2.in_features)),
     where(this.act.gated, False, equal(this.fc1.out_features, this.fc2.in_features)),
-    equal(this.act.cache_quantized_input, False),
     equal(this.fc1.split_sizes.source, this.fc2.split_sizes.source),
     equal(this.fc1.scale_bias, False),
     NO_OVERRIDE,
@@ -216,7 +225,6 @@ def grouped_mlp(
     *needs_sm90(this.linear),
     equal(this.quantizes, False),
     equal(this.linear.scale_bias, False),
-    equal(this.act.cache_quantized_input, False),
     one_of(this.act.glu_interleave_size, *SM90_INTERLEAVES),
     where(this.act.gated, True, multiple_of(this.linear.out_features, 2 * sm90.MULTIPLE_OF)),
     multiple_of(this.linear.out_features, 2 * this.act.glu_interleave_size),

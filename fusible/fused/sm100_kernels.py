@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from fusible.fuser.context import OperationContext
+from fusible.kernels.quantize.k_major import ScaledMatrix
+from fusible.kernels.quantize.saved_input import input_values
 from fusible.kernels.runtime.launch import aligned
 from fusible.kernels.sm100 import limits, operands, padding
 from fusible.kernels.sm100.padding import PaddedGroups
@@ -207,12 +209,13 @@ class Sm100Kernels(GroupedKernels):
         second: SavedLinear,
         act: Any,
         dy: OperandData,
-        preact: Tensor,
+        preact: Tensor | ScaledMatrix,
         scales: Any,
         overwrite: bool,
     ) -> ActivationGrads:
         """See `GroupedKernels`; the kernel sums the bias's gradient."""
         bias, groups = first.linear.needs_bias_grads(first.ctx), second.call.groups
+        preact = input_values(preact, torch.bfloat16)
         d, dscales, dbias = operands.dglu(
             dy, second.weights, groups, preact, scales, bias=bias, glu=glu_of(act)
         )

@@ -27,6 +27,7 @@ from fusible.kernels.quantize.k_major import (
     stored_operand,
     transposed,
 )
+from fusible.kernels.quantize.saved_input import input_values
 from fusible.kernels.sm90 import fp8_times
 from fusible.kernels.sm90.limits import quantizes_activation
 from fusible.kernels.stacking import stacked
@@ -199,10 +200,12 @@ class Sm90Fp8Kernels(GroupedKernels):
         fmt = _format(ctx.recipe, "input")
         bias = linear.stacked_bias(ctx, torch.bfloat16)
         given = call.ends, scales, glu_of(act), bias, save_preact, x.scale, weights.scale, fmt
-        preact, data, scale = grouped.grouped_glu_quantized(
-            x.data, [weights.data], *given, zero_tail=ctx.zero_tail
+        quantized = act.cache_quantized_input
+        preact, data, scale, preact_scale = grouped.grouped_glu_quantized(
+            x.data, [weights.data], *given, quantized, zero_tail=ctx.zero_tail
         )
-        return Activated(preact, GroupedOperand(ScaledMatrix(data, scale.t()), None))
+        saved = ScaledMatrix(preact, preact_scale.t()) if quantized else preact
+        return Activated(saved, GroupedOperand(ScaledMatrix(data, scale.t()), None))
 
     def dglu(
         self,
@@ -210,7 +213,7 @@ class Sm90Fp8Kernels(GroupedKernels):
         second: SavedLinear,
         act: Any,
         dy: ScaledMatrix,
-        preact: Tensor,
+        preact: Tensor | ScaledMatrix,
         scales: Tensor | None,
         overwrite: bool,
     ) -> ActivationGrads:
@@ -221,7 +224,8 @@ class Sm90Fp8Kernels(GroupedKernels):
         call, linear, glu = second.call, first.linear, glu_of(act)
         recipe, ends = call.ctx.recipe, call.ends
         fmt, of_input = _format(recipe, "grad"), _format(recipe, "input")
-        writes = second.lacks_x and writes_activation(glu, preact.shape[1], fmt, of_input)
+        columns = first.linear.out_features
+        writes = second.lacks_x and writes_activation(glu, columns, fmt, of_input)
         products = linear.grad_products(first.ctx)
         gradients = quantize_glu_backward(
             self.data_grad(call, dy, second.weights, None),
@@ -238,7 +242,7 @@ class Sm90Fp8Kernels(GroupedKernels):
         sums = None if gradients.values is None else grouped.grouped_sum(gradients.values, ends)
         output = gradients.activation
         if second.lacks_x and not writes:
-            rows = glu.forward(preact, scales)
+            rows = glu.forward(input_values(preact, torch.bfloat16), scales)
             output = self.prepare_rows(call, rows, "input", ("wgrad",)).column
         return ActivationGrads(GroupedOperand(*gradients.operands), output, gradients.scales, sums)
 

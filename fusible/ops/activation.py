@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -10,14 +10,10 @@ from torch import Tensor
 from fusible.activations import ACTIVATIONS
 from fusible.arguments import check_bools
 from fusible.fuser.context import OperationContext
+from fusible.kernels.quantize.k_major import ScaledMatrix
+from fusible.kernels.quantize.saved_input import input_values, quantize_input
 from fusible.ops.casting import CastingOp, apply_quantizer, cast_grad
 from fusible.ops.inputs import check_interleaved, check_sizes
-from fusible.recipes.formats import E4M3, fp8_tensor
-from fusible.recipes.matrix import QuantizedMatrix
-from fusible.recipes.quantization import dequantize
-from fusible.recipes.quantize_ops import quantize_matrix
-
-_CACHED = fp8_tensor(E4M3)
 
 
 class Activation(CastingOp):
@@ -35,10 +31,15 @@ class Activation(CastingOp):
     )  # fmt: skip
     gated: ClassVar[bool] = False
     glu_interleave_size: int | None = None
-    cache_quantized_input: bool = False
     activation_recompute_in_mlp: bool = False
-    save_input: Callable[..., None]
-    """Saves an input, and the scales, as the forward does; for fused ops."""
+    saves = "x"
+
+    def __init__(self, *, cache_quantized_input: bool = False) -> None:
+        check_bools(type(self).__name__, cache_quantized_input=cache_quantized_input)
+        super().__init__()
+        self.cache_quantized_input = cache_quantized_input
+        if cache_quantized_input:
+            self.saves = self.saves.replace("x", "x in FP8 with its scales", 1)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Make the row's name and its options facts."""
@@ -74,48 +75,41 @@ class Activation(CastingOp):
         row = ACTIVATIONS[self.activation]
         return row.backward(dy, x, scales, self.glu_interleave_size, **self.options())
 
+    def save_inputs(self, ctx: OperationContext, x: Tensor, *scales: Tensor | None) -> None:
+        """Save what the backward expects, also for a fused op that computed the input."""
+        ctx.dtype = x.dtype
+        if not self.cache_quantized_input:
+            ctx.save_for_backward(x, *scales)
+            return
+        features = x.shape[-1] if x.dim() else 1
+        saved = quantize_input(x.reshape(x.numel() // max(features, 1), features))
+        ctx.save_for_backward(saved.data.view(x.shape), saved.scale, *scales)
+
+    def saved_inputs(self, ctx: OperationContext) -> Sequence[Any]:
+        """The input in ``ctx.dtype``, and the scales, that `save_inputs` saved."""
+        if not self.cache_quantized_input:
+            return ctx.saved_tensors
+        data, scale, *scales = ctx.saved_tensors
+        rows = data.view(len(scale), data.numel() // max(len(scale), 1))
+        return input_values(ScaledMatrix(rows, scale), ctx.dtype).view(data.shape), *scales
+
 
 class _Unscaled(Activation):
     """An op of one input without parameters; all else as in :class:`GELU`."""
 
-    saves = "x"
-
     def __init__(self, cache_quantized_input: bool = False) -> None:
-        check_bools(type(self).__name__, cache_quantized_input=cache_quantized_input)
-        super().__init__()
-        self.cache_quantized_input = cache_quantized_input
-        if cache_quantized_input:
-            self.saves = "x in FP8 and its scale"
+        super().__init__(cache_quantized_input=cache_quantized_input)
 
     def forward_impl(self, ctx: OperationContext, input_: Tensor) -> Tensor:
         """The activation."""
         x = self.cast_input(ctx, input_)
-        self.save_input(ctx, x)
+        self.save_inputs(ctx, x)
         return apply_quantizer(self.value(x), ctx.next_quantizer)
 
     def backward_impl(self, ctx: OperationContext, grad_output: Tensor) -> Tensor:
         """Its derivative."""
-        dx, _ = self.grads(cast_grad(ctx, grad_output), self.saved_input(ctx))
+        dx, _ = self.grads(cast_grad(ctx, grad_output), *self.saved_inputs(ctx))
         return apply_quantizer(dx, ctx.grad_quantizer)
-
-    def save_input(self, ctx: OperationContext, x: Tensor) -> None:
-        """Save the input as the backward expects, also for a fused op that computed it."""
-        ctx.dtype = x.dtype
-        if not self.cache_quantized_input:
-            ctx.save_for_backward(x)
-            return
-        row = x.reshape(1, x.numel())
-        matrix, _ = quantize_matrix(row, _CACHED, rowwise=True, columnwise=False)
-        assert matrix is not None
-        ctx.save_for_backward(matrix.data.view(x.shape), matrix.scale)
-
-    def saved_input(self, ctx: OperationContext) -> Tensor:
-        """The input that the forward saved, in ``ctx.dtype``."""
-        x, *scale = ctx.saved_tensors
-        if not scale:
-            return x
-        one_row = QuantizedMatrix(x.view(1, x.numel()), scale[0], None, _CACHED)
-        return dequantize(one_row, ctx.dtype).view(x.shape)
 
 
 class GELU(_Unscaled):
@@ -124,8 +118,9 @@ class GELU(_Unscaled):
     Saves ``(x,)`` and ``ctx.dtype``.
 
     Args:
-        cache_quantized_input: save x in FP8 (E4M3, one scale for the tensor): half the memory of
-            BF16, and a less exact gradient. The output is not affected.
+        cache_quantized_input: save x in FP8 (E4M3, a power of two for each 128 features of a row,
+            as in arXiv 2412.19437, section 3.3.3): half the memory of BF16, and a less exact
+            gradient. The output is not affected.
 
     Raises:
         ValueError: in a call, x has a dtype that ops do not compute in.

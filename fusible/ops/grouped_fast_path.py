@@ -138,6 +138,8 @@ class GroupedFastPath:
     it has no scaled bias.
     """
 
+    quantizes_preact = False
+    """Whether it can save the pre-activation in FP8."""
     _act: Any = None
     _glu: Glu
     _scaled = False
@@ -147,6 +149,7 @@ class GroupedFastPath:
         """The fast path of a plan of ``ops``; None if its calls may need more than the kernels."""
         (dtype, device, _), *extra = key.inputs
         linears: list[Any] = [op for op in ops if isinstance(op, WeightedOperation)]
+        acts = [op for op in ops if op not in linears]
         if not cls._multiplies(plan, dtype):
             return None
         products = [cls._products_of(plan, op, device, dtype) for op in linears]
@@ -163,6 +166,7 @@ class GroupedFastPath:
                 for name, (of_input, *_) in zip(_extra_inputs(ops), extra, strict=True)
             ])
             and all([op.split_alignment == 1 for op in linears])
+            and (cls.quantizes_preact or not any([op.cache_quantized_input for op in acts]))
         )  # fmt: skip
         return cls(plan, key, ops, products) if fits else None
 

@@ -23,6 +23,7 @@ from fusible.kernels import grouped
 from fusible.kernels.dense import scaled_mm
 from fusible.kernels.glu import Glu
 from fusible.kernels.quantize.k_major import ScaledMatrix, elements_and_scale
+from fusible.kernels.quantize.saved_input import input_values
 from fusible.ops.matrices import as_2d, buffer_rows
 from fusible.ops.wgrad import WeightGradient, dense_gradient, grouped_gradient
 from fusible.recipes.formats import NumberFormat, value_dtype
@@ -56,9 +57,9 @@ class GroupedOperand(NamedTuple):
 class Activated(NamedTuple):
     """The outputs of `GroupedKernels.glu`."""
 
-    preact: Tensor
+    preact: Tensor | ScaledMatrix
     """``[rows, columns]``, without rows if it is not saved: ``2 * features`` columns of a gated
-    activation, else ``features``."""
+    activation, else ``features``. Or `quantize_input` of it."""
     output: Any
     """The activation ``[rows, features]``: ``x`` of `GroupedKernels.prepare_rows`, opaque."""
 
@@ -333,17 +334,18 @@ class GroupedKernels:
         second: SavedLinear,
         act: Any,
         dy: Any,
-        preact: Tensor,
+        preact: Tensor | ScaledMatrix,
         scales: Tensor | None,
         overwrite: bool,
     ) -> ActivationGrads:
         """The second linear's data gradient, and the activation's backward.
 
-        ``dy`` ``[rows, out_features]`` is `GroupedOperand.row`, ``preact`` ``[rows, columns]`` and
-        ``scales`` those of `glu`. The backward of the ``first`` linear will read the gradient of
-        ``preact``. ``overwrite``: ``preact`` may be written to.
+        ``dy`` ``[rows, out_features]`` is `GroupedOperand.row`, ``preact`` ``[rows, columns]``, or
+        its `quantize_input`, and ``scales`` those of `glu`. The backward of the ``first`` linear
+        will read the gradient of ``preact``. ``overwrite``: ``preact`` may be written to.
         """
         call, ctx = second.call, second.call.ctx
+        preact = input_values(preact, dy.dtype)
         of_activation, zero_tail = (preact, scales, glu_of(act)), ctx.zero_tail
         dpreact, recomputed, dscales = grouped.grouped_dglu(
             dy, second.weights, call.ends, *of_activation, overwrite=overwrite, zero_tail=zero_tail

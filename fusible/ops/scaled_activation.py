@@ -27,29 +27,26 @@ class _Scaled(Activation):
     extra_input_names = ("scales",)
     saves = "x, scales"
 
-    def __init__(self, *, activation_recompute_in_mlp: bool = False) -> None:
+    def __init__(
+        self, *, activation_recompute_in_mlp: bool = False, cache_quantized_input: bool = False
+    ) -> None:
         flags = {"activation_recompute_in_mlp": activation_recompute_in_mlp}
         check_bools(type(self).__name__, **flags)
-        super().__init__()
+        super().__init__(cache_quantized_input=cache_quantized_input)
         self.activation_recompute_in_mlp = activation_recompute_in_mlp
 
     def forward_impl(self, ctx: OperationContext, input_: Tensor, scales: Tensor | None) -> Tensor:
         """The activation, scaled."""
         x = self.cast_input(ctx, input_)
         scales = check_row_scales(scales, x, type(self).__name__)
-        self.save_input(ctx, x, scales)
+        self.save_inputs(ctx, x, scales)
         (y,) = in_pieces(lambda *rows: (self.value(*rows),), x, scales)
         return apply_quantizer(y, ctx.next_quantizer)
-
-    def save_input(self, ctx: OperationContext, x: Tensor, scales: Tensor | None) -> None:
-        """Save the inputs as the backward expects, also for a fused op that computed them."""
-        ctx.dtype = x.dtype
-        ctx.save_for_backward(x, scales)
 
     def backward_impl(self, ctx: OperationContext, grad_output: Tensor) -> OpGrads:
         """Gradients of the input and of the scales."""
         dy = cast_grad(ctx, grad_output)
-        dx, dscales = in_pieces(self.grads, dy, *ctx.saved_tensors)
+        dx, dscales = in_pieces(self.grads, dy, *self.saved_inputs(ctx))
         return apply_quantizer(dx, ctx.grad_quantizer), dscales
 
 
@@ -81,6 +78,7 @@ class ScaledSReLU(_Scaled):
             precision and by FP8 products in blocks, and under other recipes with this; values
             differ by a rounding at most. Where no fusion takes the op, the linear after it saves
             the activation, as ``explain`` says.
+        cache_quantized_input: as in :class:`GELU`.
     """
 
     activation = "srelu"
@@ -98,9 +96,16 @@ class ScaledGLU(_Scaled, GatedOp):
     """A gated activation times one scale per row."""
 
     def __init__(
-        self, glu_interleave_size: int | None = None, *, activation_recompute_in_mlp: bool = False
+        self,
+        glu_interleave_size: int | None = None,
+        *,
+        activation_recompute_in_mlp: bool = False,
+        cache_quantized_input: bool = False,
     ) -> None:
-        super().__init__(activation_recompute_in_mlp=activation_recompute_in_mlp)
+        super().__init__(
+            activation_recompute_in_mlp=activation_recompute_in_mlp,
+            cache_quantized_input=cache_quantized_input,
+        )
         if activation_recompute_in_mlp:
             raise ValueError(
                 f"activation_recompute_in_mlp must be False in {type(self).__name__}, got True; "
@@ -119,6 +124,7 @@ class ScaledSwiGLU(ScaledGLU):
         glu_interleave_size: with b, blocks of b gate and b linear features alternate; by default
             the first half is the gate and the second is linear.
         activation_recompute_in_mlp: must be False.
+        cache_quantized_input: as in :class:`GELU`.
 
     Raises:
         ValueError: an option that cannot be; in a call, the last dimension is not of whole pairs,
@@ -135,7 +141,8 @@ class ScaledClampedQGeGLU(ScaledGLU):
     first. Extra input: ``scales`` ``[...]``, one per row. Saves ``(x, scales)`` and ``ctx.dtype``.
 
     Args:
-        glu_interleave_size, activation_recompute_in_mlp: as in :class:`ScaledSwiGLU`.
+        glu_interleave_size, activation_recompute_in_mlp, cache_quantized_input: as in
+            :class:`ScaledSwiGLU`.
         limit, alpha, glu_linear_offset: as in :class:`ClampedSwiGLU`.
     """
 
@@ -149,9 +156,12 @@ class ScaledClampedQGeGLU(ScaledGLU):
         glu_linear_offset: float = 1.0,
         *,
         activation_recompute_in_mlp: bool = False,
+        cache_quantized_input: bool = False,
     ) -> None:
         super().__init__(
-            glu_interleave_size, activation_recompute_in_mlp=activation_recompute_in_mlp
+            glu_interleave_size,
+            activation_recompute_in_mlp=activation_recompute_in_mlp,
+            cache_quantized_input=cache_quantized_input,
         )
         self.limit, self.alpha, self.glu_linear_offset = limit, alpha, glu_linear_offset
         self.check_options()
@@ -163,7 +173,8 @@ class ScaledSiTUGLU(ScaledGLU):
     Extra input: ``scales`` ``[...]``, one per row. Saves ``(x, scales)`` and ``ctx.dtype``.
 
     Args:
-        glu_interleave_size, activation_recompute_in_mlp: as in :class:`ScaledSwiGLU`.
+        glu_interleave_size, activation_recompute_in_mlp, cache_quantized_input: as in
+            :class:`ScaledSwiGLU`.
         beta1, beta2: as in :class:`SiTUGLU`.
     """
 
@@ -174,11 +185,14 @@ class ScaledSiTUGLU(ScaledGLU):
         glu_interleave_size: int | None = None,
         *,
         activation_recompute_in_mlp: bool = False,
+        cache_quantized_input: bool = False,
         beta1: float = 4.0,
         beta2: float = 25.0,
     ) -> None:
         super().__init__(
-            glu_interleave_size, activation_recompute_in_mlp=activation_recompute_in_mlp
+            glu_interleave_size,
+            activation_recompute_in_mlp=activation_recompute_in_mlp,
+            cache_quantized_input=cache_quantized_input,
         )
         self.beta1, self.beta2 = beta1, beta2
         self.check_options()

@@ -28,7 +28,7 @@ class GroupedLinearSwiGLU(FusedOperation):
         x, weights, ends, bias, _ = linear.operands(ctx, input_, *basic_op_extra_inputs[0])
         glu = Glu("swiglu", act.glu_interleave_size or 0)
         preact, y = grouped_glu(x, weights, ends, None, glu, bias)
-        act.save_input(ctx_act, preact.view(*input_.shape[:-1], -1))
+        act.save_inputs(ctx_act, preact.view(*input_.shape[:-1], -1))
         return y.view(*input_.shape[:-1], -1), [(), ()]
 
 

@@ -19,9 +19,10 @@ from torch import Tensor
 from fusible.formulas import math_dtype
 from fusible.kernels.glu import Glu
 from fusible.kernels.quantize.k_major import quantize_k_major
+from fusible.kernels.quantize.saved_input import quantize_input
 from fusible.kernels.stacking import stacked, write
 from fusible.recipes.blocks import with_zero_tail
-from fusible.recipes.formats import BLOCKS, FP8_BLOCK, SAVED_INPUT, NumberFormat, value_dtype
+from fusible.recipes.formats import BLOCKS, FP8_BLOCK, NumberFormat, value_dtype
 from fusible.recipes.stored import StoredWeights
 
 
@@ -173,8 +174,7 @@ def grouped_glu_quantized(  # noqa: PLR0913, PLR0917 (those of `grouped_glu` and
     assert row is not None
     preact_scale = out.new_empty(0, dtype=torch.float32)
     if quantize_preact:
-        saved = quantize_k_major(preact, SAVED_INPUT, rowwise=True, columnwise=False).row
-        assert saved is not None
+        saved = quantize_input(preact)
         preact, preact_scale = saved.data, saved.scale.t()
     return preact, row.data, row.scale.t(), preact_scale
 

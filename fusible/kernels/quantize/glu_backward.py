@@ -26,17 +26,15 @@ from fusible.kernels.quantize.k_major import (
     KMajorOperands,
     RowsToQuantize,
     ScaledMatrix,
-    StoredOperand,
     elements_and_scale,
 )
+from fusible.kernels.quantize.saved_input import input_values
 from fusible.kernels.quantize.spec import GluBackwardSpec, QuantizeSpec
 from fusible.kernels.runtime.gpu import PTX_NAMES
 from fusible.kernels.runtime.launch import aligned, launch
 from fusible.library import define
 from fusible.recipes.blocks import padded_size, with_zero_tail
 from fusible.recipes.formats import BLOCKS, FP8_BLOCK, SAVED_INPUT, NumberFormat
-from fusible.recipes.matrix import QuantizedMatrix
-from fusible.recipes.quantization import dequantize
 
 _THREAD_COLUMNS = 8  # columns of a thread
 _Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -57,9 +55,8 @@ class GluBackwardInputs(NamedTuple):
         """The inputs with the pre-activation in the dtype of ``dy``."""
         if self.preact_scale is None:
             return self
-        row = StoredOperand(self.preact, self.preact_scale).row(SAVED_INPUT)
-        preact = dequantize(QuantizedMatrix(*row[:2], None, SAVED_INPUT), self.dy.dtype)
-        return self._replace(preact=preact, preact_scale=None)
+        saved = ScaledMatrix(self.preact, self.preact_scale.t())
+        return self._replace(preact=input_values(saved, self.dy.dtype), preact_scale=None)
 
 
 class GluBackwardUses(NamedTuple):
