@@ -81,8 +81,7 @@ class Activation(CastingOp):
         if not self.cache_quantized_input:
             ctx.save_for_backward(x, *scales)
             return
-        features = x.shape[-1] if x.dim() else 1
-        saved = quantize_input(x.reshape(x.numel() // max(features, 1), features))
+        saved = quantize_input(_as_rows(x))
         ctx.save_for_backward(saved.data.view(x.shape), saved.scale, *scales)
 
     def saved_inputs(self, ctx: OperationContext) -> Sequence[Any]:
@@ -90,8 +89,14 @@ class Activation(CastingOp):
         if not self.cache_quantized_input:
             return ctx.saved_tensors
         data, scale, *scales = ctx.saved_tensors
-        rows = data.view(len(scale), data.numel() // max(len(scale), 1))
-        return input_values(ScaledMatrix(rows, scale), ctx.dtype).view(data.shape), *scales
+        rows = ScaledMatrix(_as_rows(data), scale)
+        return input_values(rows, ctx.dtype).view(data.shape), *scales
+
+
+def _as_rows(x: Tensor) -> Tensor:
+    """``x``, of any shape, as ``[rows, features]``."""
+    features = x.shape[-1] if x.dim() else 1
+    return x.reshape(x.numel() // max(features, 1), features)
 
 
 class _Unscaled(Activation):

@@ -6,7 +6,7 @@ import pytest
 import reference as ref
 import torch
 from checks import saved_tensors
-from number_formats import BLOCK_FP8, RECIPES
+from number_formats import BLOCK_FP8, CURRENT_FP8, RECIPES
 from sm90_launches import is_direct, ops_only, sm90_on_cpu
 
 import fusible as fz
@@ -188,13 +188,16 @@ def test_experts(kind, scale_input, weighted, recompute, recipe):
 
 @pytest.mark.parametrize("recipe", [None, BLOCK_FP8, CURRENT_FP8], ids=["", "block", "current"])
 @pytest.mark.parametrize("make", [fz.GELU, fz.ScaledSwiGLU])
-def test_a_cached_quantized_input(make, recipe):
+@pytest.mark.parametrize("inner", [64, 128])
+def test_a_cached_quantized_input(make, recipe, inner):
     """Fused it saves half the pre-activation; only gradients differ, by what FP8 rounds."""
-    given, results, saved = inputs(mlp(make())), {}, {}
+    results, saved = {}, {}
     for cached in (True, False):
-        module = mlp(make(cache_quantized_input=cached))
+        module = mlp(make(cache_quantized_input=cached), inner=inner)
+        given = inputs(module)
         with fz.autocast(enabled=recipe is not None, recipe=recipe or BLOCK_FP8):
-            assert ("pre-activation in FP8" in str(fz.explain(module, *given, target="sm90"))) == cached
+            text = str(fz.explain(module, *given, target="sm90"))
+            assert ("pre-activation in FP8" in text) == cached
             with saved_tensors() as kept:
                 results[cached] = step(module, given, "sm90")
             saved[cached] = sum(t.numel() * t.itemsize for t in kept)
@@ -203,4 +206,6 @@ def test_a_cached_quantized_input(make, recipe):
     assert torch.equal(y, plain)
     assert any([not torch.equal(one, other) for one, other in zip(grads, others, strict=True)])
     for one, other in zip(grads, others, strict=True):
-        assert (one.double() - other.double()).norm() <= 0.06 * other.double().norm()
+        assert (one.double() - other.double()).norm() <= 0.08 * other.double().norm()
+    columns = module[0].out_features
+    assert saved[False] - saved[True] == ROWS * (columns - 4 * -(-columns // 128))

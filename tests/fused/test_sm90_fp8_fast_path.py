@@ -124,8 +124,20 @@ def test_equals_the_ops_where_something_is_frozen(recipe, frozen):
         fz.ScaledSiTUGLU,
         lambda: fz.ScaledSwiGLU(32),
         lambda: fz.ScaledSReLU(activation_recompute_in_mlp=True),
+        lambda: fz.ScaledSwiGLU(cache_quantized_input=True),
+        lambda: fz.ScaledSwiGLU(32, cache_quantized_input=True),
+        lambda: fz.SReLU(cache_quantized_input=True),
     ],
-    ids=["SwiGLU", "ScaledSReLU", "ScaledSiTUGLU", "interleaved", "recomputed"],
+    ids=[
+        "SwiGLU",
+        "ScaledSReLU",
+        "ScaledSiTUGLU",
+        "interleaved",
+        "recomputed",
+        "cached",
+        "cached, interleaved",
+        "cached SReLU",
+    ],
 )
 def test_equals_the_ops_for_other_activations(recipe, act):
     assert_equals_the_ops(mlp(act=act()), recipe)
