@@ -221,6 +221,10 @@ class Problem:
                     self.shape.experts, scale_input=self.shape.scale_input, recompute_rows=True
                 )
                 ways[f"{who}, recompute"] = fz.Sequential(module[0], lean, *module[2:])
+                act = type(module[3])(cache_quantized_input=True)
+                ways[f"{who}, FP8 pre-activation"] = fz.Sequential(*module[:3], act, *module[4:])
+                least = module[0], lean, module[2], act, *module[4:]
+                ways[f"{who}, FP8 pre-activation, recompute"] = fz.Sequential(*least)
             for name, way in ways.items():
                 self.add(name, way, module.parameters(), recipe)
             module(self.x)

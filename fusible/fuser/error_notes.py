@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-import traceback
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -60,6 +60,12 @@ def _where(root: nn.Module | None, *ops: Any) -> str:
 
 def outermost_call() -> nn.Module | None:
     """The outermost module whose call is on this thread's stack."""
-    stack = [frame for frame, _ in traceback.walk_stack(sys._getframe())]
-    calls = [f.f_locals.get("self") for f in stack if f.f_code.co_name == "_call_impl"]
-    return next((called for called in reversed(calls) if isinstance(called, nn.Module)), None)
+    found: nn.Module | None = None
+    # No list of frames: one that its own frame holds would keep what all of them hold.
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_call_impl":
+            caller = frame.f_locals.get("self")
+            found = caller if isinstance(caller, nn.Module) else found
+        frame = frame.f_back
+    return found

@@ -444,7 +444,7 @@ class Dispatch(_OverGroup):
         row_map, *others = ctx.saved_tensors
         x, weights = others[:2] if self.scale_input else (None, None)
         dscales = None if self.scale_input else grad_extra_outputs[1]
-        of_x, of_probs = ctx.needs.input, ctx.needs.extra_inputs[0]
+        of_x, of_probs = ctx.needs.input, any(ctx.needs.extra_inputs[:1])
         rows, back = grad_output, None
         if self.process_group is not None:
             rows = unrounded(rows, row_map, weights)

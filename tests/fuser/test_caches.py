@@ -35,7 +35,6 @@ UNBOUNDED = {
     "kernels/runtime/gpu.py multiprocessors": "devices",
     "kernels/runtime/gpu.py runs_kernels": "devices",
     "kernels/runtime/launch.py load_kernel": "compiled kernels",
-    "recipes/mixed.py _NUMBERS": "a program's mappings, of modules that live",
     "kernels/sm100/launch.py _last_streams": "devices",
     "kernels/sm100/launch.py _warm": "compiled kernels",
     "kernels/runtime/workspaces.py _capture_counters": "devices",

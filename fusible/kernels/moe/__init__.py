@@ -31,6 +31,7 @@ route_backward = define(
 )
 
 
+@torch.no_grad()
 def _permute_rows(
     x: Tensor,
     weights: Tensor,
@@ -51,6 +52,7 @@ def _permute_rows(
     return out, moved, row_map, sizes, ends
 
 
+@torch.no_grad()
 def _permute_rows_quantized(
     x: Tensor,
     weights: Tensor,
@@ -78,6 +80,7 @@ def _permute_rows_quantized(
     return data, scale, moved, row_map, sizes, ends
 
 
+@torch.no_grad()
 def _route_tokens(
     x: Tensor,
     weight: Tensor,
