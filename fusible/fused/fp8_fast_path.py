@@ -111,7 +111,7 @@ class _LibraryProducts(NamedTuple):
 class Fp8MLPFastPath(GroupedFastPath):
     """FC1, an activation, FC2."""
 
-    quantizes_preact = True
+    can_quantize_preact = True
 
     @classmethod
     def _multiplies(cls, plan: Plan, dtype: torch.dtype) -> bool:
@@ -220,8 +220,9 @@ class Fp8MLPFastPath(GroupedFastPath):
         y = fc2.products.product(act_row, w, ends, fc2.first_bias(params), row_scale, ahead)
         columns = *_saved(x_column), *_saved(act_column)
         weights = [(None, None) if w is None else w[:2] for w in (dgrad_w1, dgrad_w2)]
-        kept = preact, preact_scale if self._quantizes_preact else None
-        saved = *columns, ends, scales, *kept, row_scale, fc2.saved_bias(params)
+        saved_scale = preact_scale if self._quantizes_preact else None
+        of_act = ends, scales, preact, saved_scale
+        saved = *columns, *of_act, row_scale, fc2.saved_bias(params)
         return y, (*saved, *weights[0], *weights[1])
 
     def _quantized(

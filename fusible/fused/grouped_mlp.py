@@ -17,7 +17,7 @@ from fusible.fuser.rules import rule
 from fusible.fuser.schedule import FastPath
 from fusible.fuser.tracing import hooks_hold_saved, keeps_graph
 from fusible.kernels.quantize.k_major import ScaledMatrix, elements_and_scale
-from fusible.kernels.quantize.saved_input import quantize_input
+from fusible.kernels.quantize.saved_input import input_values, quantize_input
 from fusible.kernels.sm90 import limits as sm90
 from fusible.ops import FusedOperation, GroupedLinear
 from fusible.ops.activation import Activation
@@ -98,7 +98,9 @@ class GroupedMLP(FusedOperation):
         super().__init__(basic_ops)
         fc1, act, _ = self._basic_ops
         self.kernels = kernels
-        preact = "pre-activation" + " in FP8 with its scales" * act.cache_quantized_input
+        preact = "pre-activation"
+        if act.cache_quantized_input:
+            preact += " in FP8 with its scales"
         scales = ", scales" if act.num_extra_inputs else ""
         self.saves = f"{kernels.saves or fc1.saves}, {preact}{scales}"
 
@@ -124,6 +126,7 @@ class GroupedMLP(FusedOperation):
         preact, rows = activated
         del activated
         if act.cache_quantized_input and ctx_act.requires_grad and isinstance(preact, Tensor):
+            ctx_act.preact_dtype = preact.dtype
             preact = quantize_input(preact)
         ctx2.reads_ahead = True  # that launch wrote neither group ends nor parameters
         fc2.check_alignment(split_sizes)
@@ -160,6 +163,8 @@ class GroupedMLP(FusedOperation):
         preact, preact_scale, scales = ctx_act.saved_tensors
         if preact_scale is not None:
             preact = ScaledMatrix(preact, preact_scale)
+            if not self.kernels.reads_quantized_preact:
+                preact = input_values(preact, ctx_act.preact_dtype)
         operand = fc2.grad_rows(saved2, dy)
         overwrite = not (ctx_act.held or keeps_graph())
         d = self.kernels.dglu(saved1.call, saved2, act, operand.row, preact, scales, overwrite)

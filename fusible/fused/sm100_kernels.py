@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 
 from fusible.fuser.context import OperationContext
-from fusible.kernels.quantize.k_major import ScaledMatrix
-from fusible.kernels.quantize.saved_input import input_values
 from fusible.kernels.runtime.launch import aligned
 from fusible.kernels.sm100 import limits, operands, padding
 from fusible.kernels.sm100.padding import PaddedGroups
@@ -101,7 +99,9 @@ class Sm100Kernels(GroupedKernels):
             options["row_scale"] = row_scale
         if fmt is None or is_quantized(x):
             packed = operands.pack(_quantized(x, ctx, role, products, ends), padded)
-            return GroupedOperand(packed.data_for(False), packed.data_for(True))
+            return GroupedOperand(
+                packed.data_for(columnwise=False), packed.data_for(columnwise=True)
+            )
         columnwise = "wgrad" in products
         rowwise = len(products) > columnwise
         uses = QuantizeOptions(rowwise, columnwise, **options)
@@ -209,13 +209,12 @@ class Sm100Kernels(GroupedKernels):
         second: SavedLinear,
         act: Any,
         dy: OperandData,
-        preact: Tensor | ScaledMatrix,
+        preact: Tensor,
         scales: Any,
         overwrite: bool,
     ) -> ActivationGrads:
         """See `GroupedKernels`; the kernel sums the bias's gradient."""
         bias, groups = first.linear.needs_bias_grads(first.ctx), second.call.groups
-        preact = input_values(preact, torch.bfloat16)
         d, dscales, dbias = operands.dglu(
             dy, second.weights, groups, preact, scales, bias=bias, glu=glu_of(act)
         )

@@ -68,6 +68,7 @@ class Sm90Fp8Kernels(GroupedKernels):
     )
     gathers = True
     quantizes_own_inputs = True  # one launch quantizes for both products, in their layouts
+    reads_quantized_preact = True
 
     def multiplies(self, recipe: Recipe, *ops: Any) -> str:
         """See `GroupedKernels`; with an estimated time for steps with scales of blocks."""
@@ -200,7 +201,7 @@ class Sm90Fp8Kernels(GroupedKernels):
         fmt = _format(ctx.recipe, "input")
         bias = linear.stacked_bias(ctx, torch.bfloat16)
         given = call.ends, scales, glu_of(act), bias, save_preact, x.scale, weights.scale, fmt
-        quantized = act.cache_quantized_input
+        quantized = save_preact and act.cache_quantized_input
         preact, data, scale, preact_scale = grouped.grouped_glu_quantized(
             x.data, [weights.data], *given, quantized, zero_tail=ctx.zero_tail
         )

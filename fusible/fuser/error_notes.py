@@ -23,7 +23,7 @@ def note_failure(
     step: ScheduledStep,
     contexts: Sequence[OperationContext] | None = None,
 ) -> None:
-    """Note on an error where the op of a step is in the model, once; all ops of the run abandon.
+    """Tell all ops of the run that one failed, and note on the error, once, where that is.
 
     In a forward that is the outermost module whose call is running, in a backward, which has
     ``contexts``, the outermost one of the call in which the schedule was made.

@@ -69,11 +69,11 @@ def facts_of_op(
         "requires_grad": needs.requires_grad,
         "params_require_grad": any(needs.params),
     }
-    for name in declared:
-        if name in of_all:
+    for name in (*declared, *extra_inputs):
+        if name in of_all or (name in declared and name in extra_inputs):
             raise ValueError(
-                f"fact_names of an op must not hold what all ops have ({', '.join(of_all)}), got "
-                f"{name!r}; rename the attribute"
+                f"fact_names and extra inputs of an op must have names of their own, not of what "
+                f"all ops have ({', '.join(of_all)}), got {name!r}; rename it"
             )
     return SimpleNamespace(**{**declared, **extra_inputs, **of_all})
 
@@ -212,6 +212,7 @@ class Plan:
 def plan(
     ops: Sequence[Any],
     facts: Facts,
+    *,
     recipe: Any,
     autocast_dtype: Any,
     target: Target,

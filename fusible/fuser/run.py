@@ -416,9 +416,16 @@ class Run:
             user = registry.apply(self.ops, key.recipe)
             keep(self._user, user_key, user, MOST_PLANS)
         rules = registry.rules
-        facts = facts_of_ops(self.ops, self._facts, self.wiring, key, target, grad, rules)
-        recipe, autocast_dtype = key.recipe, key.autocast_dtype
-        return plan(self.ops, facts, recipe, autocast_dtype, target, rules, grad, user)
+        return plan(
+            self.ops,
+            facts_of_ops(self.ops, self._facts, self.wiring, key, target, grad, rules),
+            recipe=key.recipe,
+            autocast_dtype=key.autocast_dtype,
+            target=target,
+            rules=rules,
+            grad=grad,
+            user=user,
+        )
 
 
 def _as_returned(

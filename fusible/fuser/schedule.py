@@ -31,7 +31,9 @@ class ScheduledStep(NamedTuple):
     """One op of a plan, ready to run: ops[start:stop], and for each where extra inputs are from."""
 
     op: Any
-    run: Callable[..., Any]  # its forward or backward
+    run: Callable[..., Any]
+    """Its forward or backward, of the contexts, the input and the extra inputs, or of the contexts
+    and the gradients of the outputs; outside of ``torch.autocast`` if it casts by itself."""
     start: int
     stop: int
     sources: tuple[tuple[Output, ...], ...]

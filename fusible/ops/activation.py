@@ -14,6 +14,7 @@ from fusible.kernels.quantize.k_major import ScaledMatrix
 from fusible.kernels.quantize.saved_input import input_values, quantize_input
 from fusible.ops.casting import CastingOp, apply_quantizer, cast_grad
 from fusible.ops.inputs import check_interleaved, check_sizes
+from fusible.recipes.formats import SAVED_INPUT
 
 
 class Activation(CastingOp):
@@ -39,7 +40,7 @@ class Activation(CastingOp):
         super().__init__()
         self.cache_quantized_input = cache_quantized_input
         if cache_quantized_input:
-            self.saves = self.saves.replace("x", "x in FP8 with its scales", 1)
+            self.saves = "x in FP8 with its scales" + self.saves.removeprefix("x")
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Make the row's name and its options facts."""
@@ -76,9 +77,13 @@ class Activation(CastingOp):
         return row.backward(dy, x, scales, self.glu_interleave_size, **self.options())
 
     def save_inputs(self, ctx: OperationContext, x: Tensor, *scales: Tensor | None) -> None:
-        """Save what the backward expects, also for a fused op that computed the input."""
+        """Save ``(x, *scales)`` for the backward, also of an input that a fused op computed.
+
+        With ``cache_quantized_input``, in the place of x: elements like x, and FP32 scales ``[rows,
+        ceil(features / 128)]``.
+        """
         ctx.dtype = x.dtype
-        if not self.cache_quantized_input:
+        if not (self.cache_quantized_input and ctx.requires_grad):
             ctx.save_for_backward(x, *scales)
             return
         saved = quantize_input(_as_rows(x))
@@ -86,11 +91,12 @@ class Activation(CastingOp):
 
     def saved_inputs(self, ctx: OperationContext) -> Sequence[Any]:
         """The input in ``ctx.dtype``, and the scales, that `save_inputs` saved."""
-        if not self.cache_quantized_input:
-            return ctx.saved_tensors
-        data, scale, *scales = ctx.saved_tensors
-        rows = ScaledMatrix(_as_rows(data), scale)
-        return input_values(rows, ctx.dtype).view(data.shape), *scales
+        x, *others = ctx.saved_tensors
+        if x.dtype != SAVED_INPUT.element.dtype:  # as it is, also if no gradient was needed
+            return x, *others
+        scale, *scales = others
+        values = input_values(ScaledMatrix(_as_rows(x), scale), ctx.dtype)
+        return values.view(x.shape), *scales
 
 
 def _as_rows(x: Tensor) -> Tensor:
@@ -120,7 +126,7 @@ class _Unscaled(Activation):
 class GELU(_Unscaled):
     """``0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))`` for x ``[...]``, as in arXiv 1606.08415.
 
-    Saves ``(x,)`` and ``ctx.dtype``.
+    Saves ``(x,)`` and ``ctx.dtype``; :meth:`saved_inputs` reads them.
 
     Args:
         cache_quantized_input: save x in FP8 (E4M3, a power of two for each 128 features of a row,

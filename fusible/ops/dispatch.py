@@ -374,8 +374,8 @@ class Dispatch(_OverGroup):
             "dtype of the input": x.dtype,
             "dtype of probs": probs.dtype,
             "scale_input": self.scale_input,
-            "capacity_factor": self.capacity_factor,
-            "receive_factor": self.receive_factor,
+            "capacity_factor": self.capacity_factor and float(self.capacity_factor),
+            "receive_factor": self.receive_factor and float(self.receive_factor),
             "format of tokens sent": sent_as and sent_as.vectors,
             "format of gradients sent": grads_as and grads_as.vectors,
             "symmetric_memory": self.symmetric_memory,
@@ -440,10 +440,11 @@ class Dispatch(_OverGroup):
         self, ctx: OperationContext, grad_output: Tensor, *grad_extra_outputs: Tensor | None
     ) -> Callable[[], OpGrads]:
         """Begin to return gradients to other processes; the result waits for theirs."""
-        # No pop: the tracer of torch 2.11 has a tuple here.
+        # No pop: in the tracer of torch 2.11 `others` is a tuple.
         row_map, *others = ctx.saved_tensors
         x, weights = others[:2] if self.scale_input else (None, None)
         dscales = None if self.scale_input else grad_extra_outputs[1]
+        # A context that is made by hand has no needs of extra inputs.
         of_x, of_probs = ctx.needs.input, any(ctx.needs.extra_inputs[:1])
         rows, back = grad_output, None
         if self.process_group is not None:
@@ -555,7 +556,8 @@ class Combine(_OverGroup):
             own, given = getattr(self, name), getattr(producer, name)
             if own is not given:
                 if name == "process_group":
-                    own, given = f"one of {self.processes} processes", producer.processes
+                    own = f"one of {self.processes} processes"
+                    given = f"one of {producer.processes}, or another group of as many"
                 raise ValueError(
                     f"{name} of Combine must be that of the Dispatch whose rows it sums, got "
                     f"{own} and {given}"
@@ -604,7 +606,7 @@ class Combine(_OverGroup):
     def begin_token_grads(
         self, ctx: OperationContext, grad_output: Tensor, sent_map: Tensor
     ) -> Callable[[], Tensor | PeerRows]:
-        """Begin :meth:`token_grads`, which finds the result on the context and calls it."""
+        """Begin to send; returns what :meth:`token_grads` waits for, if it is ``ctx.begun``."""
         dy = cast(grad_output.reshape(-1, grad_output.shape[-1]), ctx.rows_dtype)
         copies = sent_map.reshape(-1, sent_map.shape[-1])
         sent_as = wire_format(ctx.recipe, "grad") if self.quantized_send else None

@@ -95,10 +95,10 @@ def _bytes(t: Tensor) -> Tensor:
 
 
 def _packed(*parts: Tensor) -> tuple[Tensor, Callable[[Tensor], list[Tensor]]]:
-    """Matrices ``[T, n]`` as one of bytes, and a function that divides such a one ``[R, n]`` again.
+    """Matrices ``[T, n]`` side by side as bytes ``[T, bytes]``, and a function that undoes this.
 
-    Into own memory: parts of a single row are contiguous as they lie, but may begin where no such
-    number may.
+    It divides bytes ``[R, bytes]`` into matrices in memory of their own: parts of a single row are
+    contiguous as they lie, but may begin where no such number may.
     """
     of_parts = [_bytes(part) for part in parts]
     widths, dtypes = [part.shape[1] for part in of_parts], [part.dtype for part in parts]

@@ -138,7 +138,7 @@ class GroupedFastPath:
     it has no scaled bias.
     """
 
-    quantizes_preact = False
+    can_quantize_preact = False
     """Whether it can save the pre-activation in FP8."""
     _act: Any = None
     _glu: Glu
@@ -166,7 +166,7 @@ class GroupedFastPath:
                 for name, (of_input, *_) in zip(_extra_inputs(ops), extra, strict=True)
             ])
             and all([op.split_alignment == 1 for op in linears])
-            and (cls.quantizes_preact or not any([op.cache_quantized_input for op in acts]))
+            and (cls.can_quantize_preact or not any([op.cache_quantized_input for op in acts]))
         )  # fmt: skip
         return cls(plan, key, ops, products) if fits else None
 

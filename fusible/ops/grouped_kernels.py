@@ -23,7 +23,6 @@ from fusible.kernels import grouped
 from fusible.kernels.dense import scaled_mm
 from fusible.kernels.glu import Glu
 from fusible.kernels.quantize.k_major import ScaledMatrix, elements_and_scale
-from fusible.kernels.quantize.saved_input import input_values
 from fusible.ops.matrices import as_2d, buffer_rows
 from fusible.ops.wgrad import WeightGradient, dense_gradient, grouped_gradient
 from fusible.recipes.formats import NumberFormat, value_dtype
@@ -135,6 +134,8 @@ class GroupedKernels:
     """Whether `prepare_rows` takes `GatheredRows`."""
     quantizes_own_inputs = False
     """Whether ops before and after should leave it to `prepare_rows` to quantize."""
+    reads_quantized_preact = False
+    """Whether `dglu` takes a pre-activation in FP8; else it gets the values."""
 
     def rows_format(self, ctx: OperationContext, dtype: torch.dtype) -> NumberFormat | None:
         """The format in which ``Dispatch`` may quantize rows of ``dtype``, if no backward follows.
@@ -193,7 +194,7 @@ class GroupedKernels:
                 row = operand_values(quantized, product, role, compute)
         if ctx.recipe.backward_override is not None and row is not None:
             return GroupedOperand(row, backward_operand(x, row, ctx.recipe, ctx.dtype))
-        return GroupedOperand(row, quantized.data_for(True))
+        return GroupedOperand(row, quantized.data_for(columnwise=True))
 
     def saved_rows(self, ctx: OperationContext, column: Any) -> Saved:
         """The tensors to save of an input: its `GroupedOperand.column`, or None to save none.
@@ -227,7 +228,7 @@ class GroupedKernels:
         compute = compute_dtype(ctx.parameters[0].device)
         matrices = [operand_values(w, "forward", "weight", compute) for w in quantized]
         if override is None:
-            return matrices, [w.data_for(True) for w in quantized]
+            return matrices, [w.data_for(columnwise=True) for w in quantized]
         if override == "high_precision":
             return matrices, linear.weights_in(ctx, ctx.dtype)
         return matrices, [cast(w, ctx.dtype) for w in matrices]
@@ -244,7 +245,7 @@ class GroupedKernels:
         if not ctx.quantizes:
             return list(saved)
         fmt = ctx.recipe.backward_format("weight")
-        return [_multiplied(restored_data(part, fmt)) for part in per_operand(saved)]
+        return [_values_for_products(restored_data(part, fmt)) for part in per_operand(saved)]
 
     # --- products --------------------------------------------------------------------------------
 
@@ -277,7 +278,7 @@ class GroupedKernels:
         ``dy`` is `GroupedOperand.column`, ``x`` of `restored_rows`; each gradient ``[out, in]``.
         """
         if call.ctx.quantizes:
-            dy, x = _multiplied(dy), _multiplied(x)
+            dy, x = _values_for_products(dy), _values_for_products(x)
         if call.ends is None:
             return dense_gradient(dy, x)
         return grouped_gradient(dy, x, call.ends, call.ctx.column_major)
@@ -334,18 +335,18 @@ class GroupedKernels:
         second: SavedLinear,
         act: Any,
         dy: Any,
-        preact: Tensor | ScaledMatrix,
+        preact: Any,
         scales: Tensor | None,
         overwrite: bool,
     ) -> ActivationGrads:
         """The second linear's data gradient, and the activation's backward.
 
-        ``dy`` ``[rows, out_features]`` is `GroupedOperand.row`, ``preact`` ``[rows, columns]``, or
-        its `quantize_input`, and ``scales`` those of `glu`. The backward of the ``first`` linear
-        will read the gradient of ``preact``. ``overwrite``: ``preact`` may be written to.
+        ``dy`` ``[rows, out_features]`` is `GroupedOperand.row`, ``preact`` ``[rows, columns]``, in
+        FP8 a `ScaledMatrix` (`reads_quantized_preact`), and ``scales`` those of `glu`. The backward
+        of the ``first`` linear will read the gradient of ``preact``. ``overwrite``: ``preact`` may
+        be written to.
         """
         call, ctx = second.call, second.call.ctx
-        preact = input_values(preact, dy.dtype)
         of_activation, zero_tail = (preact, scales, glu_of(act)), ctx.zero_tail
         dpreact, recomputed, dscales = grouped.grouped_dglu(
             dy, second.weights, call.ends, *of_activation, overwrite=overwrite, zero_tail=zero_tail
@@ -366,7 +367,7 @@ def per_operand(saved: Sequence[Any]) -> list[Sequence[Any]]:
     return [saved[i : i + TENSORS_PER_OPERAND] for i in range(0, len(saved), TENSORS_PER_OPERAND)]
 
 
-def _multiplied(data: OperandData | None) -> Tensor | None:
+def _values_for_products(data: OperandData | None) -> Tensor | None:
     """The values that products of quantized operands read of one, in `compute_dtype`."""
     if isinstance(data, QuantizedMatrix):
         return dequantize_matrix(data, compute_dtype(data.data.device))

@@ -57,7 +57,7 @@ class GroupedLinear(WeightedOperation):
     dtype as ``ctx.dtype``, and as ``ctx.column_major`` whether the weights are column-major.
     ``ends`` are the int32 end rows of the groups; there is one 3-D weight or ``num_groups`` 2-D
     ones; the bias ``[num_groups, out_features]`` is for the gradient of ``scales``. Under a recipe
-    x and each weight are saved as the tensors of ``Operand.saved``, ``TENSORS_PER_OPERAND`` many,
+    x and each weight are saved as the tensors of ``saved_data``, ``TENSORS_PER_OPERAND`` many,
     all None if no gradient reads them; weights count as one unless stored quantized one by one.
 
     Under a recipe each group of rows is quantized apart. The op takes, as its input and as the

@@ -166,7 +166,12 @@ def save_pieces(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) 
 
 
 def prepare_load(
-    module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, strict: bool, *errors: Any
+    module: nn.Module,
+    state: dict[str, Any],
+    prefix: str,
+    metadata: Any,
+    strict: bool,
+    *errors: list[str],
 ) -> None:
     """Convert entries of a state dict to what ``module``'s own parameters load.
 
@@ -188,13 +193,19 @@ def prepare_load(
         state[prefix + name] = value
 
 
-def load_pieces(module: nn.Module, state: dict[str, Any], prefix: str, *errors: list[str]) -> None:
+def load_pieces(
+    module: nn.Module,
+    state: dict[str, Any],
+    prefix: str,
+    missing: list[str],
+    unexpected: list[str],
+    wrong: list[str],
+) -> None:
     """Put together the quantized tensors of a state dict that belong to ``module`` itself.
 
-    ``errors`` are the lists of ``nn.Module.load_state_dict``: missing and unexpected keys, and
-    messages. A parameter whose pieces do not make a tensor keeps its values.
+    ``missing`` and ``unexpected`` keys and ``wrong``, messages, are the lists of
+    ``nn.Module.load_state_dict``. A parameter whose pieces do not make a tensor keeps its values.
     """
-    missing, unexpected, wrong = errors
     for name in _names_of_pieces(module, state, prefix):
         keys = {suffix: f"{name}.{suffix}" for suffix in _SUFFIXES}
         parts = {suffix: state.pop(key) for suffix, key in keys.items() if key in state}

@@ -204,4 +204,4 @@ def _fp32_scale(power_of_two: bool) -> ScaleName:
 
 
 SAVED_INPUT = fp8_block()
-"""The format in which activations save their inputs, if so asked (arXiv 2412.19437, 3.3.3)."""
+"""That in which activations with ``cache_quantized_input`` save it (arXiv 2412.19437, 3.3.3)."""

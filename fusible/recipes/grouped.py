@@ -140,13 +140,18 @@ def group_quantize(
 
 
 class GroupedQuantizer(Quantizer):
-    """Quantizes each of ``num_groups`` groups of rows separately, for a grouped op.
+    """Quantizes each of ``num_groups`` groups of rows separately, for a grouped op."""
 
-    Further arguments as of `Quantizer`.
-    """
-
-    def __init__(self, format: NumberFormat, num_groups: int, **uses: bool) -> None:
-        super().__init__(format, **uses)
+    def __init__(
+        self,
+        format: NumberFormat,
+        num_groups: int,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        by_receiver: bool = False,
+    ) -> None:
+        super().__init__(format, rowwise=rowwise, columnwise=columnwise, by_receiver=by_receiver)
         self.num_groups = num_groups
 
     def __call__(  # type: ignore[override]

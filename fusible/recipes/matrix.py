@@ -143,25 +143,11 @@ class Operand(NamedTuple):
     row_values: Tensor | None = None
     column_values: Tensor | None = None
 
-    def data_for(self, columnwise: bool) -> OperandData | None:
+    def data_for(self, *, columnwise: bool) -> OperandData | None:
         """Return what a product reads for one use: the values if there are any, or the matrix."""
         if columnwise:
             return self.column if self.column_values is None else self.column_values
         return self.row if self.row_values is None else self.row_values
-
-    def saved(self, *, needed: bool = True) -> tuple[Tensor | None, ...]:
-        """Return what the gradients read of an input or a weight, its column-wise use.
-
-        ``TENSORS_PER_OPERAND`` tensors, all None if it is not ``needed``.
-        """
-        column = self.column_values if self.column is None else self.column
-        return saved_data(column if needed else None)
-
-    @staticmethod
-    def from_saved(saved: Sequence[Tensor | None], fmt: NumberFormat | None) -> Operand:
-        """Undo ``saved``, for the column-wise use; ``fmt`` is None in high precision."""
-        data = restored_data(saved, fmt)
-        return Operand(column_values=data) if isinstance(data, Tensor) else Operand(column=data)
 
 
 OperandData = QuantizedMatrix | Tensor

@@ -8,7 +8,7 @@ With ``x`` ``[tokens, in]``, ``w`` ``[out, in]`` and ``dy`` ``[tokens, out]``:
 
 An op quantizes each operand once, for the products that will read it (``quantize_operand``). Its
 matrix product reads the ``operand_values`` of both and accumulates in FP32. It saves what the
-backward reads, the column-wise use of ``x`` and of ``w`` (``Operand.saved``).
+backward reads, the column-wise use of ``x`` and of ``w`` (``saved_data``).
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def operand_values(
 ) -> Tensor:
     """Return the values that ``product`` reads of ``x``, which was quantized for it."""
     columnwise = _use(product, role)
-    data = x.data_for(columnwise)
+    data = x.data_for(columnwise=columnwise)
     if isinstance(data, Tensor):
         return data.to(dtype)
     if data is None:

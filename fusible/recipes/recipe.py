@@ -73,8 +73,23 @@ class QParams(_Options):
 
 
 def _is_named(name: str | None) -> Any:
-    """A class method of Transformer Engine: whether a recipe is the one of this name."""
-    return classmethod(lambda cls: cls.name == name)
+    """A class method as in Transformer Engine, which tells whether a recipe has this name."""
+
+    def is_named(cls: type[Recipe]) -> bool:
+        return cls.name == name
+
+    is_named.__doc__ = f"Return whether the recipe is {name or 'one that is not offered: False'}."
+    return classmethod(is_named)
+
+
+def _params_of(role: Role) -> property:
+    """A property as in Transformer Engine: how a recipe quantizes the operand ``role``."""
+
+    def params(self: Any) -> QParams:
+        return self._params(role)
+
+    params.__doc__ = f"How the {role} is quantized."
+    return property(params)
 
 
 @dataclass(frozen=True)
@@ -257,9 +272,9 @@ class _Float8Scaling(_Scaling):
     """On Hopper, linears, grouped linears, MLPs and experts multiply the FP8 operands, or with
     False their dequantized values in BF16, added in FP32."""
 
-    fp8_quant_fwd_inp = property(lambda self: self._params("input"))
-    fp8_quant_fwd_weight = property(lambda self: self._params("weight"))
-    fp8_quant_bwd_grad = property(lambda self: self._params("grad"))
+    fp8_quant_fwd_inp = _params_of("input")
+    fp8_quant_fwd_weight = _params_of("weight")
+    fp8_quant_bwd_grad = _params_of("grad")
 
 
 @dataclass(frozen=True, repr=False)
@@ -338,9 +353,9 @@ class NVFP4BlockScaling(_Scaling):
         "fp8_format",
     )
 
-    fp4_quant_fwd_inp = property(lambda self: self._params("input"))
-    fp4_quant_fwd_weight = property(lambda self: self._params("weight"))
-    fp4_quant_bwd_grad = property(lambda self: self._params("grad"))
+    fp4_quant_fwd_inp = _params_of("input")
+    fp4_quant_fwd_weight = _params_of("weight")
+    fp4_quant_bwd_grad = _params_of("grad")
 
     def _format(self, role: Role) -> NumberFormat:
         if role == "weight":

@@ -519,16 +519,16 @@ def _change_shape(
     Raises ValueError where they would not.
     """
     q, name = args[0], func.overloadpacket.__name__
-    try:
-        if q.ends is not None or not shaped.is_contiguous() or shaped.numel() != q.numel():
-            raise sharding.NotStorableError(q, "keep its size and the order of its rows", name)
-        pieces = _view(q, shaped.shape).pieces()
-    except sharding.NotStorableError as error:
+    pieces = None
+    if q.ends is None and shaped.is_contiguous() and shaped.numel() == q.numel():
+        with suppress(sharding.NotStorableError):
+            pieces = _view(q, shaped.shape).pieces()
+    if pieces is None:
         raise ValueError(
-            f"{name} of a quantized or grouped tensor must keep what is stored, got "
-            f"{tuple(shaped.shape)} from {q!r}: {error}; nothing was changed; use an operation "
-            "that returns another tensor, such as transpose, reshape or unsqueeze"
-        ) from None
+            f"{name} of a quantized or grouped tensor must keep what is stored: size, order of "
+            f"rows and whole blocks, got {tuple(shaped.shape)} from {q!r}; nothing was changed; "
+            "use an operation that returns another tensor, such as transpose, reshape or unsqueeze"
+        )
     with torch._C._DisableTorchDispatch():
         func(*args, **kwargs)
     q.store(pieces)

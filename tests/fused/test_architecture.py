@@ -101,6 +101,26 @@ def test_a_new_architecture(own_fusions, single):
     assert "kernels: grouped_linear_batched" in text
 
 
+def test_its_kernels_need_not_read_a_pre_activation_that_was_saved_in_fp8(own_fusions):
+    own_fusions.install([replace(grouped_mlp, kernels=(BATCHED.for_mlp,))])
+    mlp = fz.Sequential(
+        fz.GroupedLinear(4, 8, 32),
+        fz.ScaledSwiGLU(cache_quantized_input=True),
+        fz.GroupedLinear(4, 16, 24),
+    )
+    x, splits, scales = torch.randn(12, 8), torch.tensor([5, 0, 4, 2]), torch.rand(12)
+    inputs = x.requires_grad_(), splits, scales.requires_grad_(), splits
+    with assume_target("sm70"):
+        y, *got = results(mlp, inputs)
+    assert mlp.plan.fired == ("grouped_mlp_batched",)
+    mlp[1] = fz.ScaledSwiGLU()
+    plain, *want = results(mlp, inputs)
+    torch.testing.assert_close(y, plain)
+    assert not torch.equal(got[0], want[0])
+    for one, other in zip(got, want, strict=True):
+        assert (one - other).norm() <= 0.08 * other.norm()
+
+
 def test_kernels_that_are_falsy_run(own_fusions):
     class Empty(Batched):
         def __len__(self):

@@ -101,6 +101,16 @@ def test_a_block_of_experts(recompute):
     )
 
 
+def test_a_pre_activation_that_is_saved_in_fp8():
+    module, given = mlp().bfloat16(), inputs(dtype=torch.bfloat16)
+    module[1] = fz.ScaledSwiGLU(cache_quantized_input=True)
+    pool = fz.SavedRowsPool(1 << 20, "cpu")
+    with assume_target("sm90"):
+        ref.assert_equal(grads(module, given, pool), grads(module, given))
+    bytes_ = (2 * HIDDEN + 2 * INNER) * sum(SIZES)
+    assert bytes_ <= pool.peak_bytes() <= bytes_ + 2 * 128
+
+
 def test_what_is_saved_takes_the_rows_that_there_are():
     module, given = mlp().bfloat16(), inputs(dtype=torch.bfloat16)
 

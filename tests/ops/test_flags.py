@@ -42,8 +42,7 @@ def flags():
                 what = what.__init__
             for parameter in inspect.signature(what).parameters.values():
                 # Strings where a module postpones the evaluation of its annotations.
-                one = parameter.kind is not parameter.VAR_KEYWORD  # those of another class
-                if one and parameter.annotation in ("bool", bool):
+                if parameter.annotation in ("bool", bool):
                     yield module, name, parameter.name
 
 

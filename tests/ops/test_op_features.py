@@ -496,3 +496,16 @@ def test_initialised_by_the_users_method(op):
         made.weight.zero_()
     made.reset_parameters()
     assert torch.equal(made.weight, torch.full((4, 3), 2.0, dtype=torch.bfloat16))
+
+
+def test_a_sum_into_the_input_that_an_op_saves_is_a_new_tensor():
+    seq = fz.Sequential(fz.Linear(8, 8), fz.AddExtraInput(in_place=True))
+    x = torch.randn(4, 8, requires_grad=True)
+    a = x * 1
+    before = a.detach().clone()
+    grads = torch.autograd.grad(seq(a, a).square().sum(), [x, *seq.parameters()])
+    assert torch.equal(a, before)
+    y = torch.nn.functional.linear(x, seq[0].weight, seq[0].bias) + x
+    want = torch.autograd.grad(y.square().sum(), [x, *seq.parameters()])
+    for one, other in zip(grads, want, strict=True):
+        torch.testing.assert_close(one, other)

@@ -21,7 +21,7 @@ from fusible.recipes.formats import (
     mxfp8,
     nvfp4,
 )
-from fusible.recipes.matrix import TENSORS_PER_OPERAND
+from fusible.recipes.matrix import TENSORS_PER_OPERAND, restored_data, saved_data
 
 # --- Recipes -------------------------------------------------------------------------------------
 
@@ -515,9 +515,10 @@ def exact_products(x, w, dy, recipe):
 
 
 def saved_and_restored(x, recipe, role):
-    saved = x.saved()
+    saved = saved_data(x.data_for(columnwise=True))
     assert len(saved) == TENSORS_PER_OPERAND
-    return recipes.Operand.from_saved(saved, recipe.format(role))
+    column = restored_data(saved, recipe.format(role))
+    return recipes.Operand(column=column)
 
 
 @each_recipe
@@ -582,8 +583,8 @@ def test_a_recipe_in_high_precision_keeps_operands_as_they_are():
     x = torch.randn(3, 5, dtype=torch.float64)
     kept = recipes.quantize_operand(x, recipes.Recipe(), "input", "forward", "wgrad")
     assert recipes.operand_values(kept, "forward", "input", torch.float64) is x
-    assert kept.saved()[0] is x
-    assert kept.saved(needed=False) == (None,) * TENSORS_PER_OPERAND
+    assert saved_data(kept.data_for(columnwise=True))[0] is x
+    assert saved_data(None) == (None,) * TENSORS_PER_OPERAND
     with pytest.raises(ValueError, match="got role 'grad'"):
         recipes.quantize_operand(x, MX, "grad", "forward")
 

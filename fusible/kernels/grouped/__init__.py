@@ -31,9 +31,11 @@ from fusible.formulas import math_dtype
 from fusible.kernels import few_rows
 from fusible.kernels.glu import Glu
 from fusible.kernels.grouped import bias_gradients, definitions, groups, portable, pytorch
+from fusible.kernels.quantize import k_major
+from fusible.kernels.quantize.k_major import RowsToQuantize
 from fusible.kernels.sm90 import checked_products as sm90
 from fusible.library import define
-from fusible.recipes.formats import FP8_BLOCK, SAVED_INPUT, NumberFormat, value_dtype
+from fusible.recipes.formats import SAVED_INPUT, value_dtype
 from fusible.recipes.stored import StoredWeights
 
 # --- groups ---------------------------------------------------------------------------------------
@@ -108,18 +110,12 @@ def _grouped_glu_quantized_fake(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *given, fmt, quantize_preact = rest
     preact, out = _grouped_glu_fake(x, w, *given)
-    data, scale = _quantized_fake(out, fmt)
+    data, scale, *_ = k_major.outputs(RowsToQuantize(out), fmt, True, False)
     preact_scale = scale.new_empty(0)
     if quantize_preact:
-        preact, preact_scale = _quantized_fake(preact, SAVED_INPUT)
+        rows = RowsToQuantize(preact)
+        preact, preact_scale, *_ = k_major.outputs(rows, SAVED_INPUT, True, False)
     return preact, data, scale, preact_scale
-
-
-def _quantized_fake(x: Tensor, fmt: NumberFormat) -> tuple[Tensor, Tensor]:
-    """Elements of 1x128 blocks, and their scales as they are stored."""
-    rows, features = x.shape
-    scale = x.new_empty(-(-features // FP8_BLOCK), rows, dtype=torch.float32)
-    return x.new_empty(rows, features, dtype=fmt.element.dtype), scale
 
 
 grouped_glu_quantized = define(

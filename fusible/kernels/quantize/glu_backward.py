@@ -247,6 +247,7 @@ def launch_glu_backward(
     wanted: GluBackwardUses,
 ) -> _Tensors:
     """The op by its kernels, of aligned operands that these support, unchecked."""
+    # The kernel reads quantized pre-activations where a thread block has whole blocks of each side.
     if not (glu.sides == 1 or _paired(glu, inputs.preact.shape[1])):
         inputs = inputs.decoded()
     if fmt.block is not None:

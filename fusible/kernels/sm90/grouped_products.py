@@ -71,8 +71,8 @@ class WeightProducts:
 
     def _rows_launch(self, *key: Any) -> Launch:
         """The launch of a product of rows with that key among those of this weight, made once."""
-        kind, transpose, bias, scale, glu, save_preact, *pitches, quantized, reads_ahead = key
-        (pitch, preact_pitch), (out_format, quantize_preact) = pitches, quantized
+        kind, transpose, bias, scale, glu, save_preact, *rest = key
+        pitch, preact_pitch, out_format, quantize_preact, reads_ahead = rest
         if scale is not None and not is_row_scale(scale):
             raise ValueError(f"scales must be a float tensor, got {scale}")
         weight = self._layouts[transpose]
@@ -172,7 +172,7 @@ class WeightProducts:
         if bias is None:
             row_scale = None  # it multiplies the bias only
         scale = None if row_scale is None else row_scale.dtype
-        options = bias is not None, scale, None, False, pitch, 0, _NOT_QUANTIZED, reads_ahead
+        options = bias is not None, scale, None, False, pitch, 0, None, False, reads_ahead
         key = "store", transpose, *options
         launch = self._launches.get(key) or self._rows_launch(*key)
         y = out
@@ -184,7 +184,7 @@ class WeightProducts:
 
     def dgrad(self, dy: Tensor, w: int, ends: Tensor) -> Tensor:
         """`grouped_mm` with ``transpose_w``."""
-        key = "store", True, False, None, None, False, 0, 0, _NOT_QUANTIZED, False
+        key = "store", True, False, None, None, False, 0, 0, None, False, False
         launch = self._launches.get(key) or self._rows_launch(*key)
         dx = dy.new_empty(dy.shape[0], self._depth)
         launch(dy, w, dx.data_ptr(), ends)
@@ -208,8 +208,8 @@ class WeightProducts:
     ) -> tuple[Tensor, ...]:
         """`grouped_glu`; with ``out_format`` `grouped_glu_quantized`."""
         scale, kind = None if scales is None else scales.dtype, FORWARD[glu.sides - 1]
-        quantized = out_format, quantize_preact
-        key = kind, False, bias is not None, scale, glu, save_preact, pitch, 0, quantized, False
+        rest = save_preact, pitch, 0, out_format, quantize_preact, False
+        key = kind, False, bias is not None, scale, glu, *rest
         launch = self._launches.get(key) or self._rows_launch(*key)
         rows, columns, dtype = x.shape[0], self._columns, self.value_dtype
         kept, features = rows if save_preact else 0, columns // glu.sides
@@ -223,7 +223,7 @@ class WeightProducts:
         out = x.new_empty(rows, features, dtype=dtype)
         operands = x, w, out.data_ptr(), ends, bias, scales, table, operand_scales, zero_tail
         launch(
-            *operands,
+            *operands,  # the scales of a quantized pre-activation are written to `preact`
             preact=preact_scales.data_ptr() if quantize_preact else 0,
             d_preact=(preact if save_preact else out).data_ptr(),
             row_results=0 if row_scales is None else row_scales.data_ptr(),
@@ -247,7 +247,7 @@ class WeightProducts:
         """`grouped_dglu`; ``overwrite`` is for a contiguous pre-activation."""
         scale = None if scales is None else scales.dtype
         kind = BACKWARD[glu.sides - 1]
-        key = kind, True, False, scale, glu, False, pitch, preact_pitch, _NOT_QUANTIZED, False
+        key = kind, True, False, scale, glu, False, pitch, preact_pitch, None, False, False
         launch = self._launches.get(key) or self._rows_launch(*key)
         rows = dy.shape[0]
         # A block of pre-activations is read once, by the warps that then write its gradient.
@@ -293,9 +293,6 @@ class WeightProducts:
             address, table = dw.data_ptr(), 0
         launch(a, b.data_ptr(), address, ends, None, None, table, operand_scales)
         return dw
-
-
-_NOT_QUANTIZED = None, False  # format of the output, and whether the pre-activation is
 
 
 def _stripes(kind: str, tile: Tile, glu: Glu) -> tuple[bool, int]:

@@ -70,8 +70,9 @@ class Launch:
     ) -> None:
         """Launch the kernel on the device's current stream, unless there are no rows.
 
-        Integers but ``operand_scales`` are addresses. Those, of FP8 operands: see `GroupedGemm`,
-        from ``a_scales`` on. Without ``zero_tail`` the rows past the last group are not written.
+        ``b``, ``out``, ``table``, ``preact``, ``d_preact`` and ``row_results`` are addresses.
+        ``operand_scales``, of FP8 operands: see `GroupedGemm`, from ``a_scales`` on. Without
+        ``zero_tail`` the rows past the last group are not written.
         """
         rows = a.shape[0]
         if rows == 0:

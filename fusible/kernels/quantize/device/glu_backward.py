@@ -68,7 +68,7 @@ def gradients(source, tile, columns, values_out, spec):
     activation's, in shared memory. Then the FP32 bits of the gradient of one row's scale by the
     columns of its block: in the i-th of the threads that share a row, of the thread's i-th row.
     """
-    # Each thread loads what is one number for one of its rows.
+    # Each of the threads that share rows loads the scales of one row; shuffles pass them on.
     own = cute.arch.lane_idx() % spec.quantize.lanes
     live = tile.live != 0
     has_row = Int32(Boolean(own < tile.count) & live)

@@ -285,7 +285,10 @@ class Epilogue:
         self, writer, accumulator, m, output_scales, both, slab, coord: TileCoord,
         count: cutlass.Constexpr,
     ):  # fmt: skip
-        """Quantize the scaled activation, rounded to BF16; store the accumulator, if it is kept."""
+        """Quantize the scaled activation, rounded to BF16.
+
+        The accumulator is stored as it is with ``save_preact``, or quantized too.
+        """
         spec, problem, rows = self.spec, self.problem, ([], [])
         store_preact, settle = self._store_preact, writer.settle
         for index in cutlass.range_constexpr(spec.width // self.columns):
@@ -302,17 +305,18 @@ class Epilogue:
                     rows[half].extend(bits.pack(values[2 * half : 2 * half + 2], "bf16"))
         if const_expr(self.tile.m < WARPGROUP_ROWS):  # the other rows are of the next tile
             coord = coord._replace(rows=cutlass.min(coord.rows, coord.row + self.tile.m))
-        out, fmt, addresses = spec.out_format, SAVED_INPUT, self.outputs.quantized_preact
+        act, preact = self.outputs.quantized, self.outputs.quantized_preact
         for half in cutlass.range_constexpr(2):
             row = coord.row + self._row(m, half)
-            to = problem.columns, coord.column
-            store_quantized(rows[half], out, self.outputs.quantized, *to, problem, coord, row)
+            of_act = problem.columns, coord.column, problem, coord, row
+            store_quantized(rows[half], spec.out_format, act, *of_act)
             if const_expr(spec.quantize_preact):
+                gate = gate_column(spec, coord.column, problem.glu_block)
                 for side in cutlass.range_constexpr(spec.sides):
                     words = self._words(accumulator, m, half, side)
-                    at = gate_column(spec, coord.column, problem.glu_block)
-                    to = problem.columns * spec.sides, at + side * problem.glu_block
-                    store_quantized(words, fmt, addresses, *to, problem, coord, row)
+                    first = gate + side * problem.glu_block
+                    of_side = problem.columns * spec.sides, first, problem, coord, row
+                    store_quantized(words, SAVED_INPUT, preact, *of_side)
 
     def _words(self, accumulator, m, half, side):
         """The accumulator's columns of a side in one of a thread's rows, rounded to BF16.
