@@ -269,7 +269,7 @@ def test_every_activation(activation, scaled):
     assert_close(act, expected_act, relative(of_preact, expected_act))
 
 
-@pytest.mark.parametrize(
+each_quantizing_tile = pytest.mark.parametrize(
     ("kind", "tile"),
     [
         (kind, tile)
@@ -279,6 +279,9 @@ def test_every_activation(activation, scaled):
     ],
     ids=str,
 )
+
+
+@each_quantizing_tile
 @pytest.mark.parametrize("features", [128, 192, 1024 + 64])
 def test_activation_quantized_in_the_epilogue(kind, tile, features):
     """The bits of a launch that stores the activation, and of the quantizer after it."""
@@ -301,16 +304,7 @@ def test_activation_quantized_in_the_epilogue(kind, tile, features):
             assert torch.equal(made[2], want.scale.t())
 
 
-@pytest.mark.parametrize(
-    ("kind", "tile"),
-    [
-        (kind, tile)
-        for kind in ("glu", "act")
-        for tile in FP8_TILES[kind]
-        if supports_tile(kind, tile, "k", 0, False, "", True, quantized=True)
-    ],
-    ids=str,
-)
+@each_quantizing_tile
 @pytest.mark.parametrize("features", [128, 384, 1024 + 128])
 def test_pre_activation_quantized_in_the_epilogue(kind, tile, features):
     """The bits of a launch that stores the pre-activation, and of the quantizer after it."""
