@@ -161,12 +161,12 @@ class GroupedMLP(FusedOperation):
         saved1 = fc1.restored(ctx1, dy.shape[0])
         saved2 = fc2.restored(ctx2, dy.shape[0])
         preact, preact_scale, scales = ctx_act.saved_tensors
+        overwrite = not (ctx_act.held or keeps_graph())
         if preact_scale is not None:
             preact = ScaledMatrix(preact, preact_scale)
             if not self.kernels.reads_quantized_preact:
-                preact = input_values(preact, ctx_act.preact_dtype)
+                preact, overwrite = input_values(preact, ctx_act.preact_dtype), True
         operand = fc2.grad_rows(saved2, dy)
-        overwrite = not (ctx_act.held or keeps_graph())
         d = self.kernels.dglu(saved1.call, saved2, act, operand.row, preact, scales, overwrite)
         x2 = saved2.x if d.output is None else d.output
         params, extra = fc2.grads(saved2, operand, x2, dy, grad_output)

@@ -98,7 +98,11 @@ def run_parts(
         for i, k in partition.written:
             is_written = part.ops.start <= i < part.ops.stop and isinstance(held[k], Tensor)
             if is_written and not torch.compiler.is_compiling():
-                others = [("another reader", t) for n, t in enumerate(held) if n != k]
+                later = {
+                    n for of_op in partition.wiring.sources[i:] for at, n in of_op if at == CALLER
+                }
+                read = {*later, *range(len(inputs) - 1, len(held))} - {k}
+                others = [("another reader", held[n]) for n in read]
                 if any(overlapping(held[k], others, modules)):
                     taken[part.inputs.index(k)] = held[k].clone()
         x = call(part, x, taken)

@@ -367,7 +367,7 @@ class Dispatch(_OverGroup):
         recipe = ctx.recipe if self.quantized_send else None
         sent_as, grads_as = wire_format(recipe, "input"), wire_format(recipe, "grad")
         agreed: dict[str, object] = {
-            "num_experts": self.num_experts,
+            "num_experts": operator.index(self.num_experts),
             "k (choices of a token)": operator.index(k),
             "send": mode,  # may follow from these
             "features of a token": operator.index(x.shape[1]),

@@ -166,7 +166,11 @@ class GroupedFastPath:
                 for name, (of_input, *_) in zip(_extra_inputs(ops), extra, strict=True)
             ])
             and all([op.split_alignment == 1 for op in linears])
-            and (cls.can_quantize_preact or not any([op.cache_quantized_input for op in acts]))
+            and (
+                cls.can_quantize_preact
+                or not plan.grad[-1].requires_grad
+                or not any([op.cache_quantized_input for op in acts])
+            )
         )  # fmt: skip
         return cls(plan, key, ops, products) if fits else None
 

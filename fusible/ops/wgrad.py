@@ -165,13 +165,14 @@ def _main_grad(weight: Tensor, op_name: str) -> Tensor:
             "gradients to autograd under fully_shard, which reduces those alone"
         )
     else:
-        got = f"{described(main_grad)} with strides {main_grad.stride()}"
         same = main_grad.numel() == shape.numel() and main_grad.device == weight.device
         if same and main_grad.dtype in (torch.float32, torch.bfloat16, own):
             buffer = main_grad.detach()
-            with suppress(RuntimeError):
-                return buffer if buffer.shape == shape else buffer.view(shape)
-            got += ", which no view gives that shape"
+            if buffer.shape == shape:
+                return buffer
+            with suppress(RuntimeError):  # no view has that shape
+                return buffer.view(shape)
+        got = f"{described(main_grad)} with strides {main_grad.stride()}"
     raise ValueError(
         f"main_grad of every weight of {op_name} must be a tensor of shape {tuple(shape)} in FP32, "
         f"BF16 or its own {own} on {weight.device}, since accumulate_into_main_grad=True, got {got}"

@@ -77,6 +77,18 @@ def test_a_cached_input_with_scales(make):
         assert torch.equal(mine, theirs)
 
 
+@pytest.mark.parametrize("make", [fz.GELU, fz.SwiGLU])
+def test_a_cached_input_near_the_largest_number_of_fp16(make):
+    """E4M3 rounds 64000 to 65536."""
+    x = torch.full((2, 4), 0.5, dtype=torch.float16)
+    x[0, 0], x[1, 1] = 64000.0, -64000.0
+    x.requires_grad_()
+    for cached in (True, False):
+        y = make(cache_quantized_input=cached)(x)
+        (dx,) = torch.autograd.grad(y, x, torch.full_like(y, 1e-3))
+        assert dx.isfinite().all()
+
+
 @pytest.mark.parametrize("shape", [(), (0, 8), (3, 0), (8,), (2, 2, 2, 8)])
 def test_cached_inputs_of_any_shape(shape):
     x = torch.randn(shape, requires_grad=True)
@@ -509,3 +521,12 @@ def test_a_sum_into_the_input_that_an_op_saves_is_a_new_tensor():
     want = torch.autograd.grad(y.square().sum(), [x, *seq.parameters()])
     for one, other in zip(grads, want, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_a_sum_is_written_to_the_caller_s_tensor_that_an_earlier_part_has_read():
+    x, t = torch.randn(3, 4, requires_grad=True), torch.randn(3, 4)
+    seq = fz.Sequential(fz.AddExtraInput(), torch.nn.Identity(), fz.AddExtraInput(in_place=True))
+    want = x + t + t
+    y = seq(x, t, t)
+    assert torch.equal(t, want)
+    assert torch.equal(y, want)

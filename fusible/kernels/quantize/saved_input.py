@@ -19,7 +19,14 @@ def quantize_input(x: Tensor) -> ScaledMatrix:
 
 
 def input_values(x: Tensor | ScaledMatrix, dtype: torch.dtype) -> Tensor:
-    """The values of a saved input in ``dtype``; one in high precision as it is."""
+    """The values of a saved input in ``dtype``; one in high precision as it is.
+
+    A number near the largest of FP16 may have been rounded up to one that FP16 does not have.
+    """
     if isinstance(x, Tensor):
         return x
-    return dequantize_matrix(QuantizedMatrix(*x[:2], None, SAVED_INPUT), dtype)
+    values = dequantize_matrix(QuantizedMatrix(*x[:2], None, SAVED_INPUT), dtype)
+    if dtype == torch.float16:
+        largest = torch.finfo(dtype).max
+        values.clamp_(-largest, largest)
+    return values
