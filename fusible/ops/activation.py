@@ -126,7 +126,7 @@ class _Unscaled(Activation):
 class GELU(_Unscaled):
     """``0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))`` for x ``[...]``, as in arXiv 1606.08415.
 
-    Saves ``(x,)`` and ``ctx.dtype``; :meth:`saved_inputs` reads them.
+    Saves ``(x,)`` and ``ctx.dtype``; ``saved_inputs(ctx)`` reads them.
 
     Args:
         cache_quantized_input: save x in FP8 (E4M3, a power of two for each 128 features of a row,
