@@ -118,7 +118,7 @@ def test_its_kernels_need_not_read_a_pre_activation_that_was_saved_in_fp8(own_fu
     torch.testing.assert_close(y, plain)
     assert not torch.equal(got[0], want[0])
     for one, other in zip(got, want, strict=True):
-        assert (one - other).norm() <= 0.08 * other.norm()
+        assert (one - other).norm() <= 0.15 * other.norm()
 
 
 def test_kernels_that_are_falsy_run(own_fusions):

@@ -186,7 +186,7 @@ def test_experts(kind, scale_input, weighted, recompute, recipe):
         assert (mine.double() - theirs.double()).norm() <= 0.06 * theirs.double().norm()
 
 
-def assert_near(cached, plain, error=0.08):
+def assert_near(cached, plain, error=0.15):
     """The same output; gradients that differ by what FP8 rounds."""
     assert torch.equal(cached[0], plain[0])
     assert any([not torch.equal(one, other) for one, other in zip(cached, plain, strict=True)])
