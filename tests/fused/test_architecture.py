@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import reference as ref
 import torch
 from torch import Tensor
 
@@ -110,15 +111,18 @@ def test_its_kernels_need_not_read_a_pre_activation_that_was_saved_in_fp8(own_fu
     )
     x, splits, scales = torch.randn(12, 8), torch.tensor([5, 0, 4, 2]), torch.rand(12)
     inputs = x.requires_grad_(), splits, scales.requires_grad_(), splits
+
+    def pack(t):
+        return ref.in_fp8(t) if t.dim() == 2 and t.shape[1] == 32 else t
+
     with assume_target("sm70"):
-        y, *got = results(mlp, inputs)
-    assert mlp.plan.fired == ("grouped_mlp_batched",)
-    mlp[1] = fz.ScaledSwiGLU()
-    plain, *want = results(mlp, inputs)
-    torch.testing.assert_close(y, plain)
-    assert not torch.equal(got[0], want[0])
-    for one, other in zip(got, want, strict=True):
-        assert (one - other).norm() <= 0.15 * other.norm()
+        got = results(mlp, inputs)
+        assert mlp.plan.fired == ("grouped_mlp_batched",)
+        mlp[1] = fz.ScaledSwiGLU()
+        plain = results(mlp, inputs)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            ref.assert_equal(got, results(mlp, inputs))
+    assert not torch.equal(got[1], plain[1])
 
 
 def test_kernels_that_are_falsy_run(own_fusions):

@@ -28,17 +28,6 @@ def grads_of(module, *inputs, dy=None):
 # --- cache_quantized_input -----------------------------------------------------------------------
 
 
-def in_fp8(x):
-    """What a cached input is worth: E4M3, a power of two for each 128 features of a row.
-
-    It is the smallest that brings the largest magnitude to 448 or less.
-    """
-    blocks = torch.nn.functional.pad(x.float(), (0, -x.shape[-1] % 128)).unflatten(-1, (-1, 128))
-    scale = (blocks.abs().amax(-1, keepdim=True) / 448).log2().ceil().exp2()
-    values = (blocks / scale).to(torch.float8_e4m3fn).float() * scale
-    return values.flatten(-2)[..., : x.shape[-1]].to(x.dtype)
-
-
 @pytest.mark.parametrize("dtype", ref.DTYPES)
 @pytest.mark.parametrize("make", [*UNARY, *GATED])
 def test_a_cached_input_is_saved_in_fp8_and_only_the_gradient_sees_it(make, dtype):
@@ -53,7 +42,7 @@ def test_a_cached_input_is_saved_in_fp8_and_only_the_gradient_sees_it(make, dtyp
     assert torch.equal(y, plain(x))
     dy = torch.randn(y.shape).to(dtype)
     (dx,) = torch.autograd.grad(y, x, dy)
-    rounded = in_fp8(x.detach()).requires_grad_()
+    rounded = ref.in_fp8(x.detach()).requires_grad_()
     (want,) = torch.autograd.grad(plain(rounded), rounded, dy)
     exact_dx = torch.autograd.grad(plain(x), x, dy)[0]
     torch.testing.assert_close(dx, want, rtol=2**-20, atol=2**-20)
@@ -71,7 +60,7 @@ def test_a_cached_input_with_scales(make):
     assert torch.equal(y, make()(x, scales))
     dy = torch.randn_like(y)
     got = torch.autograd.grad(y, (x, scales), dy)
-    rounded = in_fp8(x.detach()).requires_grad_()
+    rounded = ref.in_fp8(x.detach()).requires_grad_()
     want = torch.autograd.grad(make()(rounded, scales), (rounded, scales), dy)
     for mine, theirs in zip(got, want, strict=True):
         assert torch.equal(mine, theirs)

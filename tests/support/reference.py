@@ -336,3 +336,15 @@ def moe_block(
             fz.AddExtraInput().set_extra_input_channel(0, "routed"),
         ]
     return fz.Sequential(*ops)
+
+
+def in_fp8(x):
+    """What is left of an input saved in FP8: E4M3, a power of two for each 128 features of a row.
+
+    It is the smallest that brings the largest magnitude to 448 or less.
+    """
+    blocks = torch.nn.functional.pad(x.float(), (0, -x.shape[-1] % 128)).unflatten(-1, (-1, 128))
+    largest = blocks.abs().amax(-1, keepdim=True)
+    scale = torch.where(largest == 0, 1, largest / 448).log2().ceil().exp2()
+    values = (blocks / scale).to(torch.float8_e4m3fn).float() * scale
+    return values.flatten(-2)[..., : x.shape[-1]].to(x.dtype)
