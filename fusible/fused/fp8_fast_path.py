@@ -220,8 +220,7 @@ class Fp8MLPFastPath(GroupedFastPath):
         y = fc2.products.product(act_row, w, ends, fc2.first_bias(params), row_scale, ahead)
         columns = *_saved(x_column), *_saved(act_column)
         weights = [(None, None) if w is None else w[:2] for w in (dgrad_w1, dgrad_w2)]
-        saved_scale = preact_scale if self._quantizes_preact else None
-        of_act = ends, scales, preact, saved_scale
+        of_act = ends, scales, preact, preact_scale
         saved = *columns, *of_act, row_scale, fc2.saved_bias(params)
         return y, (*saved, *weights[0], *weights[1])
 

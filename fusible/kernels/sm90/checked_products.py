@@ -240,10 +240,11 @@ def grouped_glu(
     if bias is not None:
         check_tensor("bias", bias, shape[:2], products.value_dtype, x.device)
         bias = bias.contiguous()
-    return products.glu(
+    made = products.glu(
         x, address, ends, scales, glu, bias, save_preact, table, pitch, operand_scales, zero_tail,
         fmt, quantize_preact,
     )  # fmt: skip
+    return made if fmt is None or quantize_preact else (*made[:3], made[2].new_empty(0))
 
 
 def grouped_dglu(

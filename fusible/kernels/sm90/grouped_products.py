@@ -205,26 +205,30 @@ class WeightProducts:
         zero_tail: bool = True,
         out_format: NumberFormat | None = None,
         quantize_preact: bool = False,
-    ) -> tuple[Tensor, ...]:
-        """`grouped_glu`; with ``out_format`` `grouped_glu_quantized`."""
+    ) -> tuple[Any, ...]:
+        """`grouped_glu`; with ``out_format`` `grouped_glu_quantized`.
+
+        None for the scales of a pre-activation that is not quantized.
+        """
         scale, kind = None if scales is None else scales.dtype, FORWARD[glu.sides - 1]
         rest = save_preact, pitch, 0, out_format, quantize_preact, False
         key = kind, False, bias is not None, scale, glu, *rest
         launch = self._launches.get(key) or self._rows_launch(*key)
         rows, columns, dtype = x.shape[0], self._columns, self.value_dtype
         kept, features = rows if save_preact else 0, columns // glu.sides
-        row_scales, of_preact = None, SAVED_INPUT.element.dtype if quantize_preact else dtype
+        of_preact = SAVED_INPUT.element.dtype if quantize_preact else dtype
+        row_scales = preact_scales = None
         preact = x.new_empty(kept, columns, dtype=of_preact)
         if out_format is not None:
             dtype = out_format.element.dtype
             row_scales = x.new_empty(-(-features // FP8_BLOCK), rows, dtype=torch.float32)
-            of_blocks = (-(-columns // FP8_BLOCK), kept) if quantize_preact else (0,)
-            preact_scales = row_scales.new_empty(*of_blocks)
+        if quantize_preact:
+            preact_scales = x.new_empty(-(-columns // FP8_BLOCK), kept, dtype=torch.float32)
         out = x.new_empty(rows, features, dtype=dtype)
         operands = x, w, out.data_ptr(), ends, bias, scales, table, operand_scales, zero_tail
         launch(
             *operands,  # the scales of a quantized pre-activation are written to `preact`
-            preact=preact_scales.data_ptr() if quantize_preact else 0,
+            preact=0 if preact_scales is None else preact_scales.data_ptr(),
             d_preact=(preact if save_preact else out).data_ptr(),
             row_results=0 if row_scales is None else row_scales.data_ptr(),
         )
