@@ -638,8 +638,10 @@ class Combine(_OverGroup):
         if row_map is None or not fits or row_map.dtype != torch.int32:
             must_be = f"int32 of shape (..., k) on {rows.device}"
             raise _not_of_dispatch("row_map", must_be, row_map)
-        # A comparison of symbolic sizes would be a guard, which export refuses.
-        fits = torch.compiler.is_exporting() or rows.shape[0] <= row_map.numel()
+        # A comparison of symbolic sizes would be a guard, which export refuses. (Dynamo of torch
+        # 2.11 takes `is_exporting()` for True in all traced code.)
+        exporting = torch.compiler._is_exporting_flag
+        fits = exporting or rows.shape[0] <= row_map.numel()
         if rows.dim() != 2 or not fits:
             raise ValueError(
                 f"input of Combine must be rows of shape (rows, H), at most the {row_map.numel()} "
