@@ -67,6 +67,8 @@ def main(arguments: list[str] | None = None) -> tuple[list[float], Tensor]:
     parser.add_argument("--steps", type=int, default=400, help="training steps")
     parser.add_argument("--seed", type=int, default=0, help="of everything random")
     options = parser.parse_args(arguments)
+    if options.steps < 1:
+        parser.error(f"--steps must be at least 1, got {options.steps}")
     generator = torch.Generator().manual_seed(options.seed)
     torch.manual_seed(options.seed)
     moe = block()
@@ -83,7 +85,7 @@ def main(arguments: list[str] | None = None) -> tuple[list[float], Tensor]:
         optimizer.zero_grad()
         moe[ROUTER].update_expert_bias(rows, rate=2e-2)
         losses.append(loss.item())
-        if step >= 0.75 * options.steps:
+        if step >= 3 * options.steps // 4:
             load += rows / rows.sum()
         if step % 50 == 0:
             print(f"step {step}: unexplained variance {losses[-1]:.3f}")

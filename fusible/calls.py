@@ -1,5 +1,6 @@
 """How calls arrive: traced, transformed, through PyTorch's dispatcher, or directly."""
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,6 +49,17 @@ def capturing() -> bool:
 def may_cache() -> bool:
     """Whether what an operation gives now may be kept for later calls: not traced or captured."""
     return not (torch.compiler.is_compiling() or capturing() or is_fake())
+
+
+def in_data_parallel() -> bool:
+    """Whether this is the forward of a ``DistributedDataParallel``."""
+    return torch.nn.parallel.DistributedDataParallel._active_ddp_module is not None
+
+
+def in_compiled_autograd() -> bool:
+    """Whether this is a backward that compiled autograd runs."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")  # its import is slow
+    return module is not None and module.in_compiled_autograd_region
 
 
 def refuse_derivatives(name: str, arguments: Sequence[Any]) -> None:

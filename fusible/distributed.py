@@ -35,14 +35,15 @@ def expert_parallel(module: nn.Module, mesh: Any) -> nn.Module:
         The module.
 
     Raises:
-        ValueError: the mesh has more dimensions; there is no ``GroupedLinear``; the experts of one
-            cannot be shared evenly, are shared already, some alone are frozen, or its gradients do
+        ValueError: ``mesh`` is no mesh of one dimension; there is no ``GroupedLinear``; the
+            experts of one cannot be shared evenly, are shared already, some alone are frozen, or its gradients do
             not go to autograd (``accumulate_into_main_grad``, ``delay_wgrad_compute``).
     """
-    if mesh.ndim != 1:
+    if getattr(mesh, "ndim", None) != 1:
+        got = getattr(mesh, "ndim", type(mesh).__name__)
         raise ValueError(
-            f"mesh of expert_parallel must have one dimension, got {mesh.ndim}; give it one of "
-            'them, as mesh["ep"]'
+            f"mesh of expert_parallel must be a DeviceMesh of one dimension, got {got}; make one "
+            'by init_device_mesh, or give it one dimension of a larger one, as mesh["ep"]'
         )
     linears = [op for op in module.modules() if isinstance(op, GroupedLinear)]
     if not linears:

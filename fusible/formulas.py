@@ -68,19 +68,20 @@ Source: Hendrycks and Gimpel, "Gaussian Error Linear Units", arXiv 1606.08415, s
 """
 
 
-def _qgelu(x: Tensor, alpha: float = 1.702) -> Tensor:
+def _qgelu(x: Tensor, alpha: float) -> Tensor:
     wide = cast(x, math_dtype(x.dtype))
     return cast(wide * torch.sigmoid(alpha * wide), x.dtype)
 
 
-def _qgelu_backward(dy: Tensor, x: Tensor, alpha: float = 1.702) -> Tensor:
+def _qgelu_backward(dy: Tensor, x: Tensor, alpha: float) -> Tensor:
     wide = cast(x, math_dtype(x.dtype))
     sigmoid = torch.sigmoid(alpha * wide)
     return cast(dy * sigmoid * (1 + alpha * wide * (1 - sigmoid)), x.dtype)
 
 
-QGELU = Unary(_qgelu, _qgelu_backward)
-"""Quick GELU, ``x sigmoid(alpha x)``. Source: arXiv 1606.08415, section 2."""
+# A literal: a default argument is traced as an input by `torch.compile(dynamic=True)`.
+QGELU = Unary(lambda x: _qgelu(x, 1.702), lambda dy, x: _qgelu_backward(dy, x, 1.702))
+"""Quick GELU, ``x sigmoid(1.702 x)``. Source: arXiv 1606.08415, section 2."""
 
 RELU = Unary(F.relu, lambda dy, x: torch.ops.aten.threshold_backward(dy, x, 0))
 """``max(x, 0)``."""

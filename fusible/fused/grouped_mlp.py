@@ -119,7 +119,7 @@ class GroupedMLP(FusedOperation):
         ctx1, ctx_act, ctx2 = ctxs
         ctx1.kernels = ctx2.kernels = self.kernels
         split_sizes, *bias_scale = extra[2]
-        fc2.refuse_tracing()
+        fc2.check_delay()
         row_scale = fc2.prepare_scales(ctx2, x, *bias_scale or [None])
         output = fc2.output_buffer(ctx2, x)
         activated, call, scales = _linear_glu(fc1, act, ctxs[:2], x, extra[:2])

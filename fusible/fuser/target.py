@@ -68,10 +68,11 @@ class Target:
         if match := re.fullmatch(r"sm(\d{2,3})", str(spec)):
             return cls("cuda", int(match[1]))
         known = ", ".join(f'"{name}"' for name in _OTHERS)
+        names = ("sm90", "sm100", "sm103") if str(spec).startswith("sm") else _OTHERS
         raise ValueError(
-            f'target must be an SM version such as "sm90", an architecture of AMD\'s such as '
-            f'"gfx942", or one of {known}, got {spec!r}'
-            f"{did_you_mean(str(spec), ('sm90', 'sm100', 'sm103', *_OTHERS))}"
+            f'target must be an SM version such as "sm90" (of an H100), an architecture of AMD\'s '
+            f'such as "gfx942", or one of {known}, got {spec!r}'
+            f"{did_you_mean(str(spec), names)}"
         )
 
     @property

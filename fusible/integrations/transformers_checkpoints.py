@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.core_model_loading import (
     Concatenate,
@@ -42,7 +43,10 @@ logger = logging.getLogger(__name__)
 METHODS = NAME, "modelopt"
 """Values of ``quant_method``: what a user writes, and what ModelOpt does."""
 
+_UNUSED = {ending for row in LAYOUTS for ending in row.unused}
 _ENDINGS = tuple(dict.fromkeys([e for row in LAYOUTS for e in (*row.endings, *row.unused) if e]))
+_FUSED = "gate_up_proj", "down_proj"
+"""The weights of all experts as one parameter each."""
 
 
 class CheckpointConfig(QuantizationConfigMixin):
@@ -80,6 +84,23 @@ class CheckpointQuantizer(HfQuantizer):
                     f"{name} must be 1 for a checkpoint of quantized weights, got {size}; load it "
                     "in one process"
                 )
+
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: Sequence[str] | None = None, **_: Any
+    ) -> Any:
+        """Refuse scales of a layout that is not known, which transformers would leave out."""
+        for file in checkpoint_files or ():
+            if not str(file).endswith(".safetensors"):
+                continue
+            with safe_open(file, "pt") as checkpoint:
+                for name in checkpoint.keys():  # noqa: SIM118 - not a mapping
+                    weight, _, scale = name.rpartition(".")[2].rpartition("_scale")
+                    if weight in _FUSED and scale in ("", "_inv"):
+                        raise ValueError(
+                            f"weights must be stored in one of LAYOUTS, got {name} in {file}; "
+                            "dequantize the weight, or store each expert by itself"
+                        )
+        return model
 
     def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
         """Whether a parameter may get another shape: stored transposed, it does."""
@@ -200,13 +221,28 @@ def _weights(given: Mapping[str, Any]) -> Iterator[tuple[str, CheckpointLayout, 
     ends = sorted(_ENDINGS, key=len, reverse=True)
     bases = dict.fromkeys([n[: -len(next(e for e in ends if n.endswith(e)))] for n in entries])
     for base in bases:
-        own = {name: tensors for name, tensors in entries.items() if name.startswith(base)}
-        layout, missing = layout_of({name: tensors[0] for name, tensors in own.items()}, base)
-        if layout is None or missing:
-            got = ", ".join(f"{name} of {tensors[0].dtype}" for name, tensors in own.items())
-            raise ValueError(f"{base or 'a weight'} must be stored in one of LAYOUTS, got {got}")
-        names = [(ending, own[base + ending]) for ending in layout.endings]
-        weights = [layout.read({e: t[i] for e, t in names}) for i in range(len(names[0][1]))]
+        own = {e: entries[base + e] for e in ends if base + e in entries}
+        layout, missing = layout_of({base + e: tensors[0] for e, tensors in own.items()}, base)
+        read = () if layout is None else layout.endings
+        others = own.keys() - {*read, *_UNUSED}
+        # Of all experts, whose entries are lists.
+        kinds = {e: [*dict.fromkeys([t.dtype for t in tensors])] for e, tensors in own.items()}
+        alike = len({len(own[e]) for e in read if e in own}) <= 1 and all(
+            [len(kinds[e]) == 1 for e in read if e in own]
+        )
+        if layout is None or missing or others or not alike:
+            got = ", ".join(
+                f"{len(tensors)} {base + e} of {' and '.join(map(str, kinds[e]))}"
+                for e, tensors in own.items()
+            )
+            raise ValueError(
+                f"{base or 'a weight'} must be stored in one of LAYOUTS, all experts in the same, "
+                f"got {got}"
+            )
+        weights = [
+            layout.read({e: own[e][i] for e in layout.endings})
+            for i in range(len(own[layout.values]))
+        ]
         yield f"{base}.weight" if base and not layout.in_blocks else "", layout, weights
 
 

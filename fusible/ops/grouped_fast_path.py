@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from fusible.calls import is_intercepted
+from fusible.calls import in_data_parallel, is_intercepted
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.fuser.plan import GradNeeds, Plan
@@ -206,6 +206,7 @@ class GroupedFastPath:
         self._scales = [i for i, name in enumerate(names, 1) if name == "scales"]
         self._row_scale = len(names) if ops[-1].num_extra_inputs > 1 else None
         self._groups, self._features = ops[0].num_groups, ops[0].in_features
+        self._delays = any([linear.op.delay_wgrad_compute for linear in self._linears])
 
     def _call_fits(
         self, dense: Sequence[DenseOperand], vectors: Iterable[tuple[Tensor, int]] = ()
@@ -237,7 +238,7 @@ class GroupedFastPath:
     def _inputs_fit(self, operands: Sequence[Tensor], dense: Sequence[DenseOperand] = ()) -> bool:
         """`_call_fits`, of the inputs of a forward and other operands."""
         x = operands[0]
-        if x.dim() != 2 or x.shape[0] == 0:
+        if x.dim() != 2 or x.shape[0] == 0 or (self._delays and in_data_parallel()):
             return False
         rows = x.shape[0]
         vectors = [(operands[1], self._groups), *[(operands[i], rows) for i in self._scales]]

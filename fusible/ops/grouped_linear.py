@@ -321,7 +321,7 @@ class GroupedLinear(WeightedOperation):
 
         The call is by the kernels in the context.
         """
-        self.refuse_tracing()
+        self.check_delay()
         check_features(input_, self.in_features, "GroupedLinear")
         scales = self.prepare_scales(ctx, input_, scales)
         x = operand_rows(ctx, input_)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fusible.arguments import check_bools
-from fusible.calls import may_cache
+from fusible.calls import in_compiled_autograd, in_data_parallel, may_cache
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.fuser.module_names import named_modules
@@ -241,6 +241,11 @@ class WeightedOperation(CastingOp):
         if self.accumulate_into_main_grad:
             into = main_grads(weights, type(self).__name__, ctx.backward)
         if self.delay_wgrad_compute:
+            if in_compiled_autograd():
+                raise RuntimeError(
+                    f"delay_wgrad_compute of {type(self).__name__} must be False under compiled "
+                    "autograd, whose backward is one graph, got True; run the backward without it"
+                )
             self._drop_failed()
             held = [w is h for w, h in zip(weights, self._held_weights(), strict=True)]
             versions = versions_of(gradient.reads)
@@ -346,16 +351,28 @@ class WeightedOperation(CastingOp):
         if param is not None and self.delay_wgrad_compute and name.startswith("weight"):
             param.skip_backward_post_hook = True  # type: ignore[attr-defined]
 
-    def refuse_tracing(self) -> None:
-        """Refuse ``torch.compile`` of what happens outside of a graph.
+    def check_delay(self) -> None:
+        """Refuse ``delay_wgrad_compute`` where delayed gradients would be lost.
 
         Raises:
-            RuntimeError: while compiling, ``delay_wgrad_compute`` is on.
+            RuntimeError: it is on, under torch.compile or in ``DistributedDataParallel``.
         """
-        if self.delay_wgrad_compute and torch.compiler.is_compiling():
+        if not self.delay_wgrad_compute:
+            return
+        name = f"delay_wgrad_compute of {type(self).__name__}"
+        if torch.compiler.is_compiling():
             raise RuntimeError(
-                f"delay_wgrad_compute of {type(self).__name__} must be False under torch.compile, "
-                "whose backward is one graph, got True; call the module uncompiled"
+                f"{name} must be False under torch.compile, whose backward is one graph, got True; "
+                "call the module uncompiled"
+            )
+        if in_data_parallel() and not all(
+            [getattr(w, "_ddp_ignored", False) for w in self._held_weights()]
+        ):
+            raise RuntimeError(
+                f"{name} must be False in DistributedDataParallel, which reduces no gradients that "
+                "come after the backward, got True; use fully_shard, or let "
+                "DistributedDataParallel ignore the weights and reduce them in a hook of "
+                "register_wgrad_accumulation_and_reduce_hooks"
             )
 
     # --- operands of the products ----------------------------------------------------------------

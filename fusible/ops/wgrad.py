@@ -95,23 +95,25 @@ def is_column_major(t: Tensor) -> bool:
     return t.stride(-2) == 1 and t.stride(-1) > 1
 
 
-def dense_gradient(dy: Tensor, x: Tensor | None, scale: float = 1.0) -> WeightGradient:
+def dense_gradient(dy: Tensor, x: Tensor | None, scale: float | None = None) -> WeightGradient:
     """``scale * dy.T @ x`` over all rows of dy ``[..., N]`` and x ``[..., K]``.
 
-    ``x`` may be None, as it is saved, where the gradient will not be computed.
+    ``x`` may be None, as it is saved, where the gradient will not be computed. (A number as the
+    default of ``scale`` would be traced as an input with ``torch.compile(dynamic=True)``.)
     """
+    alpha = 1.0 if scale is None else scale
     dy = dy.reshape(-1, dy.shape[-1])
     x = None if x is None else x.reshape(-1, x.shape[-1])
 
     def gradient(out: Sequence[Tensor] | None, accumulate: bool) -> Tensor | None:
         assert x is not None
-        if out is None and scale == 1.0:
+        if out is None and scale is None:
             return dy.t() @ x
         if out is None:
-            return torch.addmm(dy.new_empty(1), dy.t(), x, beta=0, alpha=scale)
+            return torch.addmm(dy.new_empty(1), dy.t(), x, beta=0, alpha=alpha)
         (buffer,) = out
         dw = _product(dy.t(), x, torch.promote_types(buffer.dtype, dy.dtype))
-        buffer.add_(dw, alpha=scale) if accumulate else buffer.copy_(dw).mul_(scale)
+        buffer.add_(dw, alpha=alpha) if accumulate else buffer.copy_(dw).mul_(alpha)
         return None
 
     return WeightGradient(gradient, (dy,) if x is None else (dy, x))

@@ -142,7 +142,9 @@ def _blocks_match(x: WrapperTensor, ends: Tensor | None) -> bool:
     if (x.ends is None) != (ends is None):
         return False
     if x.ends is None or ends is None:
-        return x.dim() == 2 or x.shape[-2] % HADAMARD == 0
+        data = x.rowwise_data if x.columnwise_data is None else x.columnwise_data
+        assert data is not None
+        return data.dim() == 2 or x.shape[-2] % HADAMARD == 0  # else quantized matrix by matrix
     if x.device.type == "cpu" and not is_traced():
         own, of_product = (t.clamp(max=x.shape[0]).tolist() for t in (x.ends, ends))
         if own != of_product:

@@ -80,21 +80,28 @@ def dequantize_by_formulas(matrix: QuantizedMatrix, dtype: torch.dtype) -> Tenso
 
 
 def _random_key(x: Tensor) -> Tensor:
+    return torch.randint(-(2**63), 2**63 - 1, (2,), device=x.device)
+
+
+_random_key_op = library.define(
+    _random_key,
+    lambda x: x.new_empty(2, dtype=torch.int64),
+    name="random_key",
+    tags=(torch.Tag.nondeterministic_seeded,),
+)
+
+
+def random_key(x: Tensor) -> Tensor:
     """Return a key for stochastic rounding on ``x.device``, int64 ``[2]``: a seed and an offset.
 
     Drawn from PyTorch's generator of the device, on the device: ``torch.manual_seed`` repeats it,
     and so does a forward that activation checkpointing runs again; a replayed CUDA graph draws
     anew. Compiled code draws the same.
     """
-    return torch.randint(-(2**63), 2**63 - 1, (2,), device=x.device)
-
-
-random_key = library.define(
-    _random_key,
-    lambda x: x.new_empty(2, dtype=torch.int64),
-    name="random_key",
-    tags=(torch.Tag.nondeterministic_seeded,),
-)
+    if torch.compiler.is_compiling():
+        # PyTorch merges calls of equal arguments, but never two of `empty`.
+        x = torch.empty(0, device=x.device)
+    return _random_key_op(x)
 
 
 def _quantize_op_of(implementation: Implementation) -> Callable[..., Any]:

@@ -379,7 +379,15 @@ def overwrite(q: WrapperTensor, name: str, new: Tensor, non_blocking: bool = Fal
     """Copy ``new`` into a piece of a quantized tensor, for autograd to see.
 
     Below ``__torch_dispatch__`` a copy does not count as a change of what a graph has saved.
+
+    Raises RuntimeError inside ``allow_mutation_on_saved_tensors``, which sees no such copy.
     """
+    if torch.autograd.graph._allow_mutation_on_saved_tensors_enabled:
+        raise RuntimeError(
+            "quantized tensors must be written outside of "
+            "torch.autograd.graph.allow_mutation_on_saved_tensors, which would not keep what a "
+            "backward reads of them; nothing was written"
+        )
     piece = getattr(q, name)
     memory = getattr(q, f"{name}_bytes", piece)
     memory.copy_(as_bytes(new), non_blocking)

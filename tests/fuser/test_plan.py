@@ -276,7 +276,7 @@ def test_plans_for_any_target_on_this_machine(name):
 
 @pytest.mark.parametrize("spec", ["gpu", "sm9", "hopper", "", "SM90", "sm90a"])
 def test_bad_targets(spec):
-    with pytest.raises(ValueError, match='target must be an SM version such as "sm90", an arch'):
+    with pytest.raises(ValueError, match='target must be an SM version such as "sm90"'):
         fz.explain(fz.SiLU(), torch.randn(2), target=spec)
 
 

@@ -36,6 +36,8 @@ def test_other_devices_run_pytorch(name):
 def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(ValueError, match=r'"cpu", "rocm", "mps", "xpu", got .rocn.; did you mean'):
         fz.Target.parse("rocn")
+    with pytest.raises(ValueError, match=r'"sm90" \(of an H100\), .* got .h100.$'):
+        fz.Target.parse("h100")
 
 
 class Driver:

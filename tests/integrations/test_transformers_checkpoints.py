@@ -205,3 +205,32 @@ def test_the_method_of_a_config_that_is_given(tmp_path):
     stored = load(quantized, config=config)
     assert isinstance(experts_of(stored)[0].down_proj, fz.QuantizedTensor)
     assert_same_logits(stored, load(ordinary))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("expert", [0, 2])
+def test_experts_in_several_layouts_are_an_error(tmp_path, expert):
+    """The first one must not decide alone: scales of the others would be left out."""
+    quantized, _ = save(tmp_path, "qwen3_moe", write.deepseek, {"quant_method": "fusible"})
+    path = quantized / "model.safetensors"
+    state = load_file(path)
+    for name in [n for n in state if f"experts.{expert}.up_proj.weight" in n]:
+        if name.endswith("_scale_inv"):
+            del state[name]
+        else:
+            state[name] = state[name].to(torch.bfloat16)
+    save_file(state, path, metadata={"format": "pt"})
+    with pytest.raises(Exception, match="conversion"):
+        load(quantized)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_scales_of_all_experts_in_one_entry_are_refused(tmp_path):
+    quantized, _ = save(tmp_path, "qwen3_moe", write.deepseek, {"quant_method": "fusible"})
+    path = quantized / "model.safetensors"
+    state = load_file(path)
+    base = "model.layers.0.mlp.experts"
+    state[f"{base}.gate_up_proj_scale_inv"] = torch.ones(4, 1, 1)
+    save_file(state, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"got model.*gate_up_proj_scale_inv in"):
+        load(quantized)

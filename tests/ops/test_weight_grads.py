@@ -6,6 +6,9 @@ import itertools
 import pytest
 import reference as ref
 import torch
+import torch.distributed as dist
+from sm90_launches import sm90_on_cpu
+from torch import nn
 from training_paths import (
     BF16,
     FP32,
@@ -631,3 +634,45 @@ def test_compiled_for_any_number_of_rows(recipe, activation, target, fresh_compi
         for got, want in zip(*reversed(found), strict=True):
             # Compiled code rounds less in between, so that FP8 elements may be the next ones.
             ref.assert_near(got, want, 2**-7 if recipe is None else 2**-5)
+
+
+def test_delayed_is_refused_where_it_would_be_lost(tmp_path):
+    op, x, splits = fz.GroupedLinear(4, 8, 6, delay_wgrad_compute=True), *inputs_of_delayed()
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        y = op(x, splits)
+        with pytest.raises(RuntimeError, match="must be False under compiled autograd"):
+            y.sum().backward()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        parallel = nn.parallel.DistributedDataParallel(copy.deepcopy(op))
+        with pytest.raises(RuntimeError, match="must be False in DistributedDataParallel"):
+            parallel(x, splits)
+        op(x, splits).sum().backward()
+        op.backward_dw()
+        ignored = fz.Sequential(copy.deepcopy(op), fz.Linear(6, 6))
+        ignored.zero_grad()
+        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+            ignored, [name for name, _ in ignored.named_parameters() if name.startswith("0.")]
+        )
+        nn.init.eye_(ignored[1].weight)
+        nn.parallel.DistributedDataParallel(ignored)(x, splits).sum().backward()
+        ignored[0].backward_dw()
+    finally:
+        dist.destroy_process_group()
+    for got, want in zip(ignored[0].weights(), op.weights(), strict=True):
+        assert torch.equal(got.grad, want.grad)
+
+
+@some_paths("unfused bf16", "sm90", "sm90 fp8", "sm90 experts")
+def test_every_path_refuses_delayed_gradients_in_data_parallel(path, monkeypatch):
+    mlp = build(path, True, delay_wgrad_compute=True)
+    monkeypatch.setattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", mlp)
+    with (
+        sm90_on_cpu(),  # the node without contexts, too
+        pytest.raises(RuntimeError, match="must be False in DistributedDataParallel"),
+    ):
+        run(path, mlp)
+
+
+def inputs_of_delayed():
+    return torch.randn(ROWS, 8, requires_grad=True), torch.tensor(SIZES)

@@ -8,6 +8,7 @@ import pytest
 import reference as ref
 import torch
 from number_formats import PLAIN
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fusible as fz
@@ -300,6 +301,33 @@ def test_compiled_code_draws_the_same():
     x, dy = torch.randn(64, 48), torch.randn(64, 80)
     compiled = torch.compile(module, fullgraph=True)
     ref.assert_equal(step(compiled, x, dy), step(module, x, dy))
+
+
+@pytest.mark.parametrize(
+    "module",
+    [fz.Linear(48, 80), fz.Sequential(fz.RMSNorm(48), fz.Linear(48, 80, bias=False), fz.GELU())],
+    ids=["bias", "norm and activation"],
+)
+def test_rows_of_three_dimensions(module):
+    """Blocks of 16 rows begin where they do in all rows, also where matrices have 40 rows."""
+    x, dy = torch.randn(4, 40, 48), torch.randn(4, 40, 80)
+    recipe = recipes.NVFP4BlockScaling(disable_stochastic_rounding=True)
+    got = step(module, x, dy, recipe)
+    want = step(module, x.flatten(0, 1), dy.flatten(0, 1), recipe)
+    for t, expected in zip(got, want, strict=True):
+        torch.testing.assert_close(t.reshape(expected.shape), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_compiled_code_draws_a_key_for_each_use_of_a_gradient():
+    """PyTorch merges equal calls in a graph."""
+    a, b = fz.BasicLinear(64, 64), fz.BasicLinear(64, 64)
+    b.load_state_dict(a.state_dict())
+    both, x, dy = nn.ModuleList([a, b]), torch.randn(64, 64), torch.randn(64, 64)
+    both.forward = lambda x: a(x) + b(x)
+    _, _, *grads = step(torch.compile(both, backend="aot_eager"), x, dy)
+    assert not torch.equal(*grads)
+    ref.assert_equal(grads, step(both, x, dy)[2:])
 
 
 def test_stored_weights_and_state():

@@ -551,3 +551,20 @@ def test_values_with_history_can_be_written_to(shape, kind):
     want = torch.full(shape, 3.0)
     want[0] = 0.0
     assert torch.equal(leaf.grad, want)
+
+
+def test_a_mode_that_does_not_see_writes_refuses_them():
+    """`allow_mutation_on_saved_tensors` would let the backward read what was written later."""
+    with fz.quantized_model_init(recipe=recipes.MXFP8BlockScaling()):
+        linear = fz.BasicLinear(32, 32)
+    x = torch.randn(4, 32, requires_grad=True)
+    linear(x).sum().backward()
+    expected, before = x.grad.clone(), linear.weight.dequantize()
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        y = linear(x).sum()
+        with torch.no_grad(), pytest.raises(RuntimeError, match="must be written outside of"):
+            linear.weight.mul_(2)
+        x.grad = None
+        y.backward()
+    assert torch.equal(x.grad, expected)
+    assert torch.equal(linear.weight.dequantize(), before)

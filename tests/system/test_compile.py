@@ -7,6 +7,7 @@ import pytest
 import reference as ref
 import torch
 from every_op import MAKE, extra_inputs
+from every_op import OPS as EVERY_OP
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fusible as fz
@@ -193,6 +194,23 @@ def test_rows_of_three_dimensions(name):
     compiled = torch.compile(op, backend="aot_eager", fullgraph=True, dynamic=True)
     for batch, length in ((4, 5), (3, 7)):
         check(compiled, op, (torch.randn(batch, length, 8, requires_grad=True),))
+
+
+@pytest.mark.parametrize("name", [*EVERY_OP, "GroupedLinear"])
+def test_two_runs_in_one_dynamic_graph(name):
+    """Python numbers that are a function's defaults must not become inputs of the second one."""
+    ops, x = (MAKE[name](8), MAKE[name](8)), torch.randn(6, 8)
+    extra = extra_inputs(ops[0], x)
+
+    def call(x):
+        return sum([op(t, *extra).square().sum() for op, t in zip(ops, (x, x * 2), strict=True)])
+
+    grads = []
+    for run in (torch.compile(call, backend="eager", dynamic=True), call):
+        leaf = x.clone().requires_grad_()
+        run(leaf).backward()
+        grads.append(leaf.grad)
+    torch.testing.assert_close(*grads)
 
 
 def test_every_activation_in_one_run():

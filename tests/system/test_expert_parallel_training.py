@@ -39,7 +39,7 @@ def test_construction_and_plans(seen, world, ep):
 def test_refusals(seen):
     said = seen[2][0]["refused"]
     parts = {
-        "two dimensions": "must have one dimension, got 2",
+        "two dimensions": "must be a DeviceMesh of one dimension, got 2",
         "no experts": "must contain a GroupedLinear",
         "uneven": "must be a multiple of the 2 processes",
         "twice": "got a second time",
