@@ -35,9 +35,10 @@ def expert_parallel(module: nn.Module, mesh: Any) -> nn.Module:
         The module.
 
     Raises:
-        ValueError: ``mesh`` is no mesh of one dimension; there is no ``GroupedLinear``; the
-            experts of one cannot be shared evenly, are shared already, some alone are frozen, or its gradients do
-            not go to autograd (``accumulate_into_main_grad``, ``delay_wgrad_compute``).
+        ValueError: ``mesh`` is no mesh of one dimension; there is no ``GroupedLinear``; the experts
+            of one cannot be shared evenly, are shared already, some alone are frozen, or its
+            gradients do not go to autograd (``accumulate_into_main_grad``,
+            ``delay_wgrad_compute``).
     """
     if getattr(mesh, "ndim", None) != 1:
         got = getattr(mesh, "ndim", type(mesh).__name__)
