@@ -52,7 +52,7 @@ def expected_of(
     except Exception as error:  # a kernel that takes no fake tensors, or bad inputs
         logger.debug("outputs of users' fused ops are not checked: %r", error)
         return {}
-    joint = {id(f.op) for phase, f in schedule.plan.fusions if phase == "joint"}
+    joint = {id(f.built) for f in schedule.plan.of_phase("joint")}
     found = {}
     for op, _, start, stop, *_ in users:
         output, _ = ran[stop - 1]

@@ -31,7 +31,7 @@ from fusible.fuser.node import (
 from fusible.fuser.op_facts import facts_of_ops, features_read, gradient_needs
 from fusible.fuser.own_recipes import recipe_of_ops
 from fusible.fuser.partition import Part, Partition, partitioned, run_parts
-from fusible.fuser.plan import Plan, UserFusions, of_parts, plan
+from fusible.fuser.plan import Fusion, Plan, of_parts, plan
 from fusible.fuser.plan_key import PlanKey, first_places, fix_features, slices
 from fusible.fuser.registry import is_ours, registry
 from fusible.fuser.rules import Rule
@@ -98,7 +98,7 @@ class Run:
         self._schedules: dict[tuple[Any, ...], Schedule] = {}
         self._traced = _Traced()
         self._own_recipes: dict[ByOp, Recipe | None] = {}
-        self._user: dict[tuple[Any, ...], UserFusions] = {}
+        self._user: dict[tuple[Any, ...], tuple[Fusion, ...]] = {}
         self._read: tuple[int, tuple[int, ...]] = (-1, ())
         # Never dropped, unlike plans: at most two for each recipe.
         self._forwards: set[Forward] = set()
@@ -370,7 +370,7 @@ class Run:
             backward=backward[::-1],
             dtypes=(*[dtype for dtype, *_ in key.inputs], *key.param_dtypes),
             params=slices(len(key.inputs), key.param_counts),
-            kernels=[(f.start, f.op) for f in plan.kernels],
+            kernels=[(f.start, f.built) for f in plan.of_phase("kernels")],
             fast_path=self._fast_path(plan, key),
             writes_inputs=any(op.writes_extra_inputs for op in self.ops),
             writes_grads=any(op.writes_grads for op in plan.backward_ops),

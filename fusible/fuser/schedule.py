@@ -202,7 +202,7 @@ def outside_autocast(plan: Plan, op: Any, function: Callable[..., Any]) -> Calla
 
 def _derived(plan: Plan, stop: int) -> torch.dtype | None:
     """The dtype of the output of ops[stop - 1] if that was derived, and ops after it are fused."""
-    fused_after = any(fusion.start >= stop for _, fusion in plan.fusions)
+    fused_after = any(f.start >= stop and f.phase != "kernels" for f in plan.fusions)
     if not fused_after or declares_dtypes(type(plan.basic_ops[stop - 1])):
         return None
     name = plan.facts[stop].input.dtype
@@ -243,7 +243,9 @@ def _quantizers(plan: Plan, wiring: Wiring, start: int, stop: int) -> tuple[Any,
     if plan.recipe is None:
         return None
     ops = plan.basic_ops
-    prefer_values = {f.start for f in plan.kernels if getattr(f.op, "quantizes_own_inputs", False)}
+    prefer_values = {
+        f.start for f in plan.of_phase("kernels") if getattr(f.built, "quantizes_own_inputs", False)
+    }
 
     def quantizer(at: int, which: str) -> Any:
         recipe, _ = plan.recipes[at]

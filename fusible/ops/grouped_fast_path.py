@@ -177,7 +177,9 @@ class GroupedFastPath:
     @classmethod
     def _multiplies(cls, plan: Plan, dtype: torch.dtype) -> bool:
         """Whether the products of a plan with inputs of ``dtype`` are those of the fast path."""
-        return plan.recipe is None and all([own.op is LIBRARY for own in plan.kernels])
+        return plan.recipe is None and all(
+            [own.built is LIBRARY for own in plan.of_phase("kernels")]
+        )
 
     @classmethod
     def _products_of(
