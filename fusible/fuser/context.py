@@ -56,6 +56,7 @@ class OperationContext:
         kwargs: in the forward, the keyword arguments for the op (``op_kwargs``).
         grad_input_shape: of the first op that a user's op replaces, the shape of its input.
         param_shapes: of a user's op, the shapes of its parameters; empty while compiling.
+        operands: in a forward that is compiled, the inputs and parameters of the run.
         unmarked_extra: slots of the extra inputs of a user's op that need gradients, where
             ``requires_grad`` of the tensors could not say so.
         quantizes: whether the recipe quantizes operands of matrix products.
@@ -92,6 +93,7 @@ class OperationContext:
     kwargs: dict[str, Any] = _NO_KWARGS
     grad_input_shape: torch.Size | None = None
     param_shapes: tuple[torch.Size, ...] = ()
+    operands: Sequence[Tensor] = ()
     unmarked_extra: tuple[int, ...] = ()
     memo: dict[Any, Any]
     kernels: Any = None

@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 from fusible.caches import keep
 from fusible.fuser import target as targets
 from fusible.fuser.error_notes import note_op, outermost_call
-from fusible.fuser.expected import expected_of
+from fusible.fuser.expected import expect_outputs
 from fusible.fuser.memory import check_buffers
 from fusible.fuser.node import (
     RunFunction,
@@ -35,7 +35,7 @@ from fusible.fuser.plan import Fusion, Plan, of_parts, plan
 from fusible.fuser.plan_key import PlanKey, first_places, fix_features, slices
 from fusible.fuser.registry import is_ours, registry
 from fusible.fuser.rules import Rule
-from fusible.fuser.schedule import Diagnostics, FastPath, Kwargs, Schedule, schedule_steps
+from fusible.fuser.schedule import FastPath, Kwargs, Origin, Schedule, schedule_steps
 from fusible.fuser.target import Target
 from fusible.fuser.tracing import WeakGroups, constant_when_traced
 from fusible.fuser.wiring import Output, Wiring, wire
@@ -317,7 +317,7 @@ class Run:
         """The schedule of a plan key's first call, in which users' fused ops are checked."""
         schedule = self.schedule_for(key)
         if schedule.partition is None:
-            schedule.diagnostics.expected.update(expected_of(schedule, operands, kwargs))
+            expect_outputs(schedule, operands, kwargs)
         return schedule
 
     @constant_when_traced
@@ -377,7 +377,7 @@ class Run:
             is_formula=is_formula,
             partition=None if is_formula else self._partitioned(formulas),
             accumulating=[i for i, op in enumerate(self.ops) if op.accumulates_grads],
-            diagnostics=Diagnostics(outermost_call()),
+            origin=Origin(outermost_call()),
         )
 
     def _partitioned(self, formulas: Sequence[int]) -> Partition | None:

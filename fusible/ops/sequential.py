@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from fusible.fuser.memory import check_buffers
-from fusible.fuser.node import kind_of
 from fusible.fuser.partition import Part, Partition, run_parts
 from fusible.fuser.plan import Plan, joined
 from fusible.fuser.registry import registry
 from fusible.fuser.run import Run
 from fusible.fuser.tracing import WeakGroups, constant_when_traced
+from fusible.fuser.user_steps import kind_of
 from fusible.fuser.wiring import by_name
 from fusible.ops import buffers
 from fusible.ops.channels import channels
