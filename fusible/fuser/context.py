@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +41,7 @@ class OperationContext:
             those with ``inputs=`` may leave out.
         backward: there, the backward of autograd, or that in which activation checkpointing ran the
             forward again; None while compiling.
-        grouped_rows: in the forward, places of rows ``[M, F]`` among ``to_save`` of which the
+        grouped_rows: in the forward, the slots of ``to_save`` that hold rows ``[M, F]``; the
             backward reads none past ``row_ends``.
         row_ends: in the forward, the end row of each group, int32 ``[E]``.
         saved_tensors: in the backward, what the forward saved.
@@ -72,6 +72,7 @@ class OperationContext:
         writable_grad_output: whether its backward may write to ``grad_output``, in the same cases.
         deferred: in the forward, whether an op that ``communicates`` may leave its output to be
             filled later (:func:`fusible.fuser.overlap.defer`); of a fused op, in the last context.
+        complete: in the forward, fills the output that was deferred; None for no such output.
     """
 
     requires_grad: bool
@@ -103,6 +104,7 @@ class OperationContext:
     writable_extra: frozenset[int] = frozenset()
     writable_grad_output: bool = False
     deferred: bool = False
+    complete: Callable[[], Any] | None = None
 
     if TYPE_CHECKING:
 

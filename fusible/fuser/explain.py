@@ -175,7 +175,7 @@ class _Planning:
         self._module, self._target = module, target
         self._names: dict[Any, str] = {}
         self._hiding: dict[Any, tuple[str, ...]] = {}
-        self._partitioned: list[tuple[PlannedRun, Sequence[Part]]] = []
+        self._split: list[tuple[PlannedRun, Sequence[Part]]] = []
 
     def schedule_for(self, run: Run, key: PlanKey) -> Schedule:
         """The schedule of a run for a call: basic ops whose errors are noted."""
@@ -187,8 +187,8 @@ class _Planning:
         plan = run.plan_for(key, self._target or target_of(key.device))
         schedule = run.make_schedule(plan, key)
         planned = PlannedRun(where, run, plan, self._decided)
-        if schedule.partition is not None:  # each part of which is planned in its turn
-            self._partitioned.append((planned, schedule.partition.parts))
+        if schedule.split is not None:  # each part of which is planned in its turn
+            self._split.append((planned, schedule.split.parts))
             return schedule
         self.planned.append(planned)
         self._hiding.update(overlap_notes(plan.basic_ops, schedule.forward, schedule.backward))
@@ -228,7 +228,7 @@ class _Planning:
 
     def join(self) -> None:
         """Put one plan in the place of those of a run's parts, unless the call left some out."""
-        for whole, parts in reversed(self._partitioned):  # a part may be divided again
+        for whole, parts in reversed(self._split):  # a part may be divided again
             runs = [part.call for part in parts]
             found = [p for p in self.planned if p.run in runs]
             if len(found) == len(runs):

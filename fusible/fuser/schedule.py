@@ -101,7 +101,7 @@ class Schedule(NamedTuple):
     writes_inputs: bool  # whether an op of the forward writes to extra inputs
     writes_grads: bool  # whether an op of the backward writes to gradients
     is_formula: bool  # whether it is one op with only a formula, which autograd differentiates
-    partition: Partition | None  # what runs instead, if so: such formulas, and runs between them
+    split: Partition | None  # what runs instead, if so: such formulas, and runs between them
     accumulating: Sequence[int]  # the ops that add to their parameters' gradients themselves
     origin: Origin
 

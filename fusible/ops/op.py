@@ -185,7 +185,10 @@ class FusibleOperation(ModuleState, PatchesCounted):
         """A run that this basic op is part of failed; what the op has begun will not be ended."""
 
     def notes(self, dtype: str, target: Any) -> tuple[str, ...]:
-        """Sentences that ``explain`` prints where this op runs on a target, a basic op unfused."""
+        """Sentences that ``explain`` prints of a fused op on a target.
+
+        Of a basic op: where no fusion covers it and no rule selects its kernels.
+        """
         return ()
 
     def fast_path(self, plan: Plan, key: PlanKey) -> FastPath | None:
