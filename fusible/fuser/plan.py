@@ -124,8 +124,8 @@ class Plan:
 
     Attributes:
         basic_ops: the ops as written.
-        fusions: the fused ops, joint ones before those of the forward and of the backward, then
-            the kernels that are selected for basic ops; the others run on their own default.
+        fusions: by phase, the fused ops (``"joint"``, ``"forward"``, ``"backward"``), then the
+            kernels selected for basic ops (``"kernels"``); the others run on their default.
         refusals: the rules that fit some ops and did not fire, with the reasons.
         grad: which gradients each basic op has to give.
         recipe, autocast_dtype, target, facts: what the plan was made for.
