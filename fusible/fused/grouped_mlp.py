@@ -23,7 +23,7 @@ from fusible.ops import FusedOperation, GroupedLinear
 from fusible.ops.activation import Activation
 from fusible.ops.grouped_fast_path import LinearFastPath, MLPFastPath
 from fusible.ops.grouped_kernels import (
-    LIBRARY,
+    DEFAULT_KERNELS,
     Activated,
     GroupedKernels,
     GroupedOperand,
@@ -183,7 +183,7 @@ class GroupedMLP(FusedOperation):
         return fc1.grads(second.saved, second.dpreact, x, second.values, grad_output)
 
 
-_FAST_PATHS: dict[GroupedKernels, Any] = {LIBRARY: MLPFastPath, SM90_FP8: Fp8MLPFastPath}
+_FAST_PATHS: dict[GroupedKernels, Any] = {DEFAULT_KERNELS: MLPFastPath, SM90_FP8: Fp8MLPFastPath}
 
 
 class FC2Backward(NamedTuple):

@@ -26,7 +26,7 @@ from fusible.fuser.rules import KernelRow, rule
 from fusible.kernels.sm90 import limits as sm90
 from fusible.kernels.sm100 import limits as sm100
 from fusible.ops import BasicLinear, GroupedLinear
-from fusible.ops.grouped_kernels import LIBRARY, GroupedKernels
+from fusible.ops.grouped_kernels import DEFAULT_KERNELS, GroupedKernels
 from fusible.versions import CUDA_DRIVER, CUDNN_FRONTEND, CUTLASS_DSL
 
 SM90_INTERLEAVES = (None, *sm90.INTERLEAVES[1:])
@@ -145,7 +145,7 @@ SM90_FP8_ROW = GroupedKernelsRow(
 )
 SM90_ROW = GroupedKernelsRow(
     "sm90",
-    LIBRARY,  # whose CUDA implementation is chosen by the same limits
+    DEFAULT_KERNELS,  # whose CUDA implementation is chosen by the same limits
     needs_sm90,
     # Under a recipe the epilogue rounds to BF16, as operands are dequantized to.
     (where(this.quantizes, True, equal(this.fc1.dtype, "bfloat16")), *_SM90_GLU_CONDITIONS),

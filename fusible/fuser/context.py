@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +41,7 @@ class OperationContext:
             those with ``inputs=`` may leave out.
         backward: there, the backward of autograd, or that in which activation checkpointing ran the
             forward again; None while compiling.
-        grouped_rows: in the forward, places of rows ``[M, F]`` among ``to_save`` of which the
+        grouped_rows: in the forward, the slots of ``to_save`` that hold rows ``[M, F]``; the
             backward reads none past ``row_ends``.
         row_ends: in the forward, the end row of each group, int32 ``[E]``.
         saved_tensors: in the backward, what the forward saved.
@@ -56,10 +56,11 @@ class OperationContext:
         kwargs: in the forward, the keyword arguments for the op (``op_kwargs``).
         grad_input_shape: of the first op that a user's op replaces, the shape of its input.
         param_shapes: of a user's op, the shapes of its parameters; empty while compiling.
+        operands: in a forward that is compiled, the inputs and parameters of the run.
         unmarked_extra: slots of the extra inputs of a user's op that need gradients, where
             ``requires_grad`` of the tensors could not say so.
         quantizes: whether the recipe quantizes operands of matrix products.
-        kernels: what the op's plan selected for it (``Plan.kernels``), None for its default.
+        kernels: what the op's plan selected for it (phase ``"kernels"``), None for its default.
         zero_tail: whether rows past the last group's end must be zero in what the op makes; False
             where a fused op covers all that could read them.
         reads_ahead: in the forward, whether the launch ahead of the op's own writes nothing that
@@ -71,6 +72,7 @@ class OperationContext:
         writable_grad_output: whether its backward may write to ``grad_output``, in the same cases.
         deferred: in the forward, whether an op that ``communicates`` may leave its output to be
             filled later (:func:`fusible.fuser.overlap.defer`); of a fused op, in the last context.
+        complete: in the forward, fills the output that was deferred; None for no such output.
     """
 
     requires_grad: bool
@@ -92,6 +94,7 @@ class OperationContext:
     kwargs: dict[str, Any] = _NO_KWARGS
     grad_input_shape: torch.Size | None = None
     param_shapes: tuple[torch.Size, ...] = ()
+    operands: Sequence[Tensor] = ()
     unmarked_extra: tuple[int, ...] = ()
     memo: dict[Any, Any]
     kernels: Any = None
@@ -101,6 +104,7 @@ class OperationContext:
     writable_extra: frozenset[int] = frozenset()
     writable_grad_output: bool = False
     deferred: bool = False
+    complete: Callable[[], Any] | None = None
 
     if TYPE_CHECKING:
 

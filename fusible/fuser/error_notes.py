@@ -38,7 +38,7 @@ def note_failure(
     if contexts is None:
         root, what = outermost_call(), "forward"
     else:
-        root, what = schedule.diagnostics.root(), "backward"
+        root, what = schedule.origin.module(), "backward"
         if step.is_users:
             saved = [len(context.saved_tensors) for context in contexts]
             what += f", for whose basic ops the forward saved {saved} tensors"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,21 +14,20 @@ from torch.utils._pytree import tree_map_only
 from fusible.fuser.context import call_fuser_forward
 from fusible.fuser.fakes import restoring
 from fusible.fuser.node import run_forward
-from fusible.fuser.schedule import Expected, Kwargs, Schedule, num_saved, unfused
+from fusible.fuser.schedule import Kwargs, Schedule, unfused
+from fusible.fuser.user_steps import Expected, UserForward, num_saved
 
 logger = logging.getLogger(__name__)
 
 
-def expected_of(
-    schedule: Schedule, operands: Sequence[Tensor], kwargs: Kwargs | None
-) -> Mapping[Any, Expected]:
-    """The expected outputs of each user's fused op in a schedule's forward.
+def expect_outputs(schedule: Schedule, operands: Sequence[Tensor], kwargs: Kwargs | None) -> None:
+    """Have each user's fused op in a schedule's forward check its outputs in the next call.
 
-    Empty where the basic ops cannot run on fake tensors, or refuse these inputs.
+    None is checked where the basic ops cannot run on fake tensors, or refuse these inputs.
     """
     users = [step for step in schedule.forward if step.is_users and step.op.is_fused_op]
     if not users:
-        return {}
+        return
     ran: list[tuple[Tensor, int]] = []  # of each basic op, its output and how many tensors it saved
 
     def recorded(op: Any) -> Callable[..., Any]:
@@ -51,11 +50,10 @@ def expected_of(
             run_forward(alone, (*fakes, *operands[count:]), fake_kwargs)
     except Exception as error:  # a kernel that takes no fake tensors, or bad inputs
         logger.debug("outputs of users' fused ops are not checked: %r", error)
-        return {}
-    joint = {id(f.op) for phase, f in schedule.plan.fusions if phase == "joint"}
-    found = {}
-    for op, _, start, stop, *_ in users:
+        return
+    joint = {id(f.built) for f in schedule.plan.of_phase("joint")}
+    for op, run, start, stop, *_ in users:
+        assert isinstance(run, UserForward)
         output, _ = ran[stop - 1]
         saved = None if id(op) in joint else tuple([count for _, count in ran[start:stop]])
-        found[op] = Expected(output.shape, output.dtype, output.device, saved)
-    return found
+        run.expected = Expected(output.shape, output.dtype, output.device, saved)

@@ -175,7 +175,7 @@ class _Planning:
         self._module, self._target = module, target
         self._names: dict[Any, str] = {}
         self._hiding: dict[Any, tuple[str, ...]] = {}
-        self._partitioned: list[tuple[PlannedRun, Sequence[Part]]] = []
+        self._split: list[tuple[PlannedRun, Sequence[Part]]] = []
 
     def schedule_for(self, run: Run, key: PlanKey) -> Schedule:
         """The schedule of a run for a call: basic ops whose errors are noted."""
@@ -187,8 +187,8 @@ class _Planning:
         plan = run.plan_for(key, self._target or target_of(key.device))
         schedule = run.make_schedule(plan, key)
         planned = PlannedRun(where, run, plan, self._decided)
-        if schedule.partition is not None:  # each part of which is planned in its turn
-            self._partitioned.append((planned, schedule.partition.parts))
+        if schedule.split is not None:  # each part of which is planned in its turn
+            self._split.append((planned, schedule.split.parts))
             return schedule
         self.planned.append(planned)
         self._hiding.update(overlap_notes(plan.basic_ops, schedule.forward, schedule.backward))
@@ -228,7 +228,7 @@ class _Planning:
 
     def join(self) -> None:
         """Put one plan in the place of those of a run's parts, unless the call left some out."""
-        for whole, parts in reversed(self._partitioned):  # a part may be divided again
+        for whole, parts in reversed(self._split):  # a part may be divided again
             runs = [part.call for part in parts]
             found = [p for p in self.planned if p.run in runs]
             if len(found) == len(runs):
@@ -327,7 +327,7 @@ def _lines(planned: PlannedRun, every_rule: bool) -> Iterator[str]:
 def _blocks(plan: Plan, decided: dict[Any, tuple[str, ...]]) -> list[list[str]]:
     """One block of lines per op or joint fusion, in order."""
     said = [[f"  {note}" for note in decided.get(op, ())] for op in plan.basic_ops]
-    joint = {f.start: f for phase, f in plan.fusions if phase == "joint"}
+    joint = {f.start: f for f in plan.of_phase("joint")}
     blocks, at = [], 0
     while at < len(plan.basic_ops):
         fusion = joint.get(at)
@@ -335,12 +335,12 @@ def _blocks(plan: Plan, decided: dict[Any, tuple[str, ...]]) -> list[list[str]]:
             blocks.append([*_op_lines(plan, at), *said[at]])
             at += 1
             continue
-        lines = [f"{type(fusion.op).__name__} by {fusion.name}, forward and backward"]
+        lines = [f"{type(fusion.built).__name__} by {fusion.name}, forward and backward"]
         for i in range(at, fusion.stop):
             lines.extend([f"  [{i}] {plan.basic_ops[i]}", *_cast(plan, i), *said[i]])
-        lines.extend(_saves(plan, fusion.op, at))
-        lines.extend(_multiplies(*plan.recipes[at], fusion.op))
-        lines.extend(f"  {note}" for note in fusion.op.notes(plan.facts[at].dtype, plan.target))
+        lines.extend(_saves(plan, fusion.built, at))
+        lines.extend(_multiplies(*plan.recipes[at], fusion.built))
+        lines.extend(f"  {note}" for note in fusion.built.notes(plan.facts[at].dtype, plan.target))
         blocks.append(lines)
         at = fusion.stop
     return blocks
@@ -350,21 +350,21 @@ def _op_lines(plan: Plan, at: int) -> list[str]:
     """One basic op, and what its forward or backward is part of."""
     op = plan.basic_ops[at]
     fused = [
-        f"  {phase} as part of {type(f.op).__name__} (ops[{f.start}:{f.stop}])"
-        for phase, f in plan.fusions
-        if phase != "joint" and f.start <= at < f.stop
+        f"  {f.phase} as part of {type(f.built).__name__} (ops[{f.start}:{f.stop}])"
+        for f in plan.of_phase("forward", "backward")
+        if f.start <= at < f.stop
     ]
     recipe, quantizes = plan.recipes[at]
     dtype = "bfloat16" if quantizes else plan.facts[at].dtype  # of the products, on CUDA
-    selected = [f for f in plan.kernels if f.start == at]
+    selected = [f for f in plan.of_phase("kernels") if f.start == at]
     notes = [f"  {note}" for note in op.notes(dtype, plan.target) if not (fused or selected)]
     if recipe is not None:
         notes.extend(f"  {note}" for note in op.recipe_notes(recipe))
     saves = "" if fused or not op.is_formula else "what autograd keeps of its formula"
     for chosen in selected:
-        saves = getattr(chosen.op, "saves", "")
+        saves = getattr(chosen.built, "saves", "")
         notes.insert(0, f"  kernels: {chosen.name}")
-        notes.extend(_multiplies(recipe, quantizes, chosen.op, op))
+        notes.extend(_multiplies(recipe, quantizes, chosen.built, op))
     return [f"[{at}] {op}", *_saves(plan, op, at, saves), *fused, *_cast(plan, at), *notes]
 
 
@@ -399,8 +399,7 @@ def _refusal_lines(plan: Plan, every_rule: bool) -> Iterator[str]:
         yield (
             f"{len(others)} more {rules} for other machines or recipes (to_text(every_rule=True))"
         )
-    fused = [*[f for _, f in plan.fusions], *plan.kernels]
-    touched = {i for f in fused for i in range(f.start, f.stop)}
+    touched = {i for f in plan.fusions for i in range(f.start, f.stop)}
     touched |= {i for r in plan.refusals for i in range(r.start, r.start + len(r.ops))}
     places = range(len(plan.basic_ops))
     for is_touched, group in groupby(places, touched.__contains__):

@@ -72,11 +72,12 @@ def _without_logged_errors() -> Iterator[None]:
 def restoring(
     modules: Iterable[nn.Module], mode: FakeTensorMode, *, all_attributes: bool = False
 ) -> Iterator[None]:
-    """In ``mode``, where the modules may be given its fake tensors beside their own real ones.
+    """Runs under ``mode``; afterwards every attribute rebound to a fake tensor is put back.
 
-    Their parameters and buffers stay as they are, and so do attributes to which they bind a tensor,
-    and the dictionaries and lists that are attributes; with ``all_attributes`` also what they bind
-    to anything else. Random numbers are drawn of fake tensors only, which no generator notices.
+    The modules keep their real parameters and buffers and may be called with fake inputs. Entries
+    of dictionaries and lists that are attributes are put back too; with ``all_attributes``, so is
+    whatever else was rebound. Random numbers are drawn for fake tensors only, which changes the
+    state of no generator.
     """
     before = [(held, held.copy()) for held in _containers([vars(m) for m in modules])]
     values = [t for _, held in before for t in _items(held) if type(t) in (Tensor, nn.Parameter)]

@@ -113,7 +113,7 @@ class InputAliasTracker(AliasTracker):
     def _may_write(self, target: Output, t: Tensor, x: Tensor, start: int) -> bool:
         i, slot = target
         producer, k = self._wiring.sources[i][slot]
-        if producer == CALLER and k in self._wiring.copies:
+        if producer == CALLER and k in self._wiring.copied_inputs:
             return True
         readers = list(self._readers(start, target))
         if producer != CALLER:

@@ -19,10 +19,8 @@ from fusible.fuser.overlap import complete_output
 from fusible.fuser.saved_rows import active_pool, with_rows, without_rows
 from fusible.fuser.schedule import SAME_STEP, Kwargs, Schedule, ScheduledStep, outside_autocast
 from fusible.fuser.tracing import hooks_hold_saved
+from fusible.fuser.user_steps import kind_of
 from fusible.fuser.wiring import CALLER, Output
-
-_COMPILES_REQUIRES_GRAD = torch.__version__ >= "2.13"
-"""Whether Dynamo traces ``requires_grad_()`` of a tensor that the traced code made."""
 
 
 def run_forward(
@@ -33,14 +31,17 @@ def run_forward(
     ``operands`` are the caller's inputs, then the parameters.
     """
     contexts = _new_contexts(schedule, operands, kwargs)
+    compiling = torch.compiler.is_compiling()
+    for context in contexts if compiling else ():
+        context.operands = operands
     x, wiring = operands[0], schedule.wiring
     # Of each op, and the extra inputs as those of the caller.
     produced: dict[int, Sequence[Any]] = {CALLER: operands[1 : 1 + len(wiring.names)]}
     aliases = None
-    if schedule.writes_inputs and not torch.compiler.is_compiling():
+    if schedule.writes_inputs and not compiling:
         ops, callers = schedule.plan.basic_ops, (x, *produced[CALLER])
         aliases = InputAliasTracker(callers, ops, wiring, contexts, produced)
-    profiled = _is_profiled()
+    profiled = not compiling and torch._C._autograd._profiler_enabled()
     for step in schedule.forward:
         own = contexts[step.start : step.stop]
         if step.quantizers is not None:
@@ -51,11 +52,9 @@ def run_forward(
             for of_op in step.sources
         ]
         if step.overlap is not None:
-            own[-1].deferred = not torch.compiler.is_compiling()
+            own[-1].deferred = not compiling
         for overlap in step.reads:
             complete_output(contexts[overlap.ops.stop - 1])
-        if step.is_users:
-            x, inputs = _as_users_see(own, x, inputs, operands)
         if aliases is not None:
             aliases.mark_writable_inputs(x, inputs, step.start)
         run = step.run
@@ -63,8 +62,6 @@ def run_forward(
             run = record_function(f"{step.label} forward")(run)
         try:
             returned = run(own, x, inputs)
-            if step.is_users:
-                _check_returned(schedule, step, returned, own)
         except Exception as error:
             note_failure(error, schedule, step)
             raise
@@ -131,59 +128,9 @@ def _new_contexts(
     return contexts
 
 
-def _is_tuple(returned: Any, length: int) -> bool:
-    return isinstance(returned, tuple | list) and len(returned) == length
-
-
-def kind_of(returned: Any) -> str:
-    """The types in what an op returned, for an error."""
-    if isinstance(returned, tuple | list):
-        kinds = ", ".join([kind_of(value) for value in returned])
-        return f"[{kinds}]" if isinstance(returned, list) else f"({kinds})"
-    return "a tensor" if isinstance(returned, Tensor) else repr(returned)
-
-
 def _is_profiled() -> bool:
     """Whether a profiler records this thread; compiled code records no ranges."""
     return not torch.compiler.is_compiling() and torch._C._autograd._profiler_enabled()
-
-
-def _check_returned(
-    schedule: Schedule, step: ScheduledStep, returned: Any, contexts: Sequence[OperationContext]
-) -> None:
-    """Refuse what is not a step's output and extra outputs, or lacks what something else needs."""
-    op = step.op
-    if not _is_tuple(returned, 2) or not isinstance(returned[0], Tensor):
-        raise TypeError(
-            f"the forward of {type(op).__name__} must return its output, one tensor, and the "
-            f"extra outputs of each basic op, got {kind_of(returned)}"
-        )
-    output, outputs = returned
-    if not torch.compiler.is_compiling():
-        waiting = schedule.diagnostics.expected
-        if (expected := waiting.get(op)) is not None:
-            expected.check(op, output, contexts)  # else the next call is checked too
-            waiting.pop(op, None)
-    if step.derived not in (None, output.dtype):
-        raise RuntimeError(
-            f"{type(op).__name__} must give {step.derived}, as it did when its plan was made, got "
-            f"{output.dtype}; define its output_dtypes, which plans use"
-        )
-    wanted = step.num_extra_outputs
-    if [len(of_op) for of_op in outputs] != wanted:
-        raise RuntimeError(
-            f"{type(op).__name__} must return one sequence of extra outputs for each basic op, "
-            f"of lengths {wanted}, got {[len(of_op) for of_op in outputs]}"
-        )
-    needed = schedule.wiring.needed_outside
-    for i, values in enumerate(outputs, step.start):
-        for slot, value in enumerate(values):
-            if value is None and needed((i, slot), step.start, step.stop):
-                raise RuntimeError(
-                    f"{type(op).__name__} must return extra output {slot} of op {i} "
-                    f"({type(schedule.plan.basic_ops[i]).__name__}), which is needed outside it, "
-                    "got None"
-                )
 
 
 class RunFunction(torch.autograd.Function):
@@ -212,6 +159,8 @@ class RunFunction(torch.autograd.Function):
             context.row_ends = None
             if kwargs is not None:
                 context.kwargs = {}
+            if slots is not None:
+                context.operands = ()
             states.append((first, len(saved), context, rows))
         fctx.save_for_backward(*saved)
         checks_memory = slots is None and (schedule.writes_grads or kwargs is not None)
@@ -298,8 +247,6 @@ def _run_backward(
             run = record_function(f"{step.label} backward")(run)
         try:
             returned = run(own, grad, grad_extra)
-            if step.is_users:
-                _check_grads(step, returned, own)
         except Exception as error:
             note_failure(error, schedule, step, own)
             raise
@@ -307,7 +254,7 @@ def _run_backward(
             aliases.retain(tree_leaves((grad, grad_extra, returned)))
         grad, of_params[start:stop], step_extra = returned
         grad = grad if grad is None or step.cast_from is None else grad.to(step.cast_from)
-        _accumulate_extra_grads(step, own, step_extra, of_extra)
+        _accumulate_extra_grads(step, step_extra, of_extra)
         if step.reads:
             _begin_sending(step, contexts, of_extra)
     of_inputs = [of_extra.get((CALLER, k)) for k in range(len(wiring.names))]
@@ -365,107 +312,14 @@ def _begin_sending(
 
 def _accumulate_extra_grads(
     step: ScheduledStep,
-    contexts: Sequence[OperationContext],
     step_extra: Sequence[Sequence[Tensor | None]],
     of_extra: dict[Output, Tensor | None],
 ) -> None:
     """Add the gradients of a step's extra inputs to those of their sources; None is zero."""
-    for context, of_op, grads in zip(contexts, step.sources, step_extra, strict=True):
-        for slot, (source, g) in enumerate(zip(of_op, grads, strict=True)):
-            if g is None:
-                if source[0] >= 0 and slot in context.forward.unmarked_extra:
-                    raise RuntimeError(
-                        f"before torch 2.13 a compiled backward of {type(step.op).__name__} must "
-                        f"return the gradient of extra input {slot}, which an earlier op of the "
-                        "run made, got None; read ctx.needs, not requires_grad of the tensors, and "
-                        "return zeros where nothing flows back"
-                    )
-            elif source != SAME_STEP:
+    for of_op, grads in zip(step.sources, step_extra, strict=True):
+        for source, g in zip(of_op, grads, strict=True):
+            if g is not None and source != SAME_STEP:
                 of_extra[source] = _sum(of_extra.get(source), g)
-
-
-def _as_users_see(
-    contexts: Sequence[OperationContext],
-    x: Tensor,
-    inputs: Sequence[Sequence[Tensor | None]],
-    operands: Sequence[Tensor],
-) -> tuple[Tensor, list[list[Tensor | None]]]:
-    """The inputs of a user's op, with ``requires_grad`` where it has to give their gradients.
-
-    Autograd records nothing inside a run, so those that earlier ops made do not have it.
-    """
-    compiling = torch.compiler.is_compiling()
-    contexts[0].grad_input_shape = x.shape  # for its backward
-    if compiling and not _COMPILES_REQUIRES_GRAD:
-        for of_op, context in zip(inputs, contexts, strict=True):
-            context.unmarked_extra = tuple([
-                slot
-                for slot, (t, needed) in enumerate(
-                    zip(of_op, context.needs.extra_inputs, strict=True)
-                )
-                if t is not None and needed and t.is_floating_point()
-            ])  # fmt: skip
-        return x, [list(of_op) for of_op in inputs]
-    if not compiling:
-        for context in contexts:
-            context.param_shapes = tuple([p.shape for p in context.parameters])
-
-    def seen(t: Tensor | None, needed: bool) -> Tensor | None:
-        if t is None or not needed or t.requires_grad or not t.is_floating_point():
-            return t
-        if not compiling:
-            return t.detach().requires_grad_()
-        # Compiled code must not return two views of one tensor.
-        return t if any([t is other for other in operands]) else t.requires_grad_()
-
-    extra = [
-        [seen(t, needed) for t, needed in zip(of_op, context.needs.extra_inputs, strict=True)]
-        for of_op, context in zip(inputs, contexts, strict=True)
-    ]
-    return seen(x, contexts[0].needs.input), extra  # type: ignore[return-value]
-
-
-def _check_grads(step: ScheduledStep, returned: Any, contexts: Sequence[OperationContext]) -> None:
-    """Refuse what is not the gradients of an op's input, parameters and extra inputs."""
-    name = type(step.op).__name__
-    if not _is_tuple(returned, 3):
-        raise TypeError(
-            f"the backward of {name} must return the gradient of its input, and for "
-            "each basic op those of its parameters and of its extra inputs, got "
-            f"{kind_of(returned)}"
-        )
-    grad, params, extra = returned
-    needs = [context.needs for context in contexts]
-    wanted = [len(n.params) for n in needs], [len(n.extra_inputs) for n in needs]
-    got = list(map(len, params)), list(map(len, extra))
-    if got != wanted:
-        raise RuntimeError(
-            f"the backward of {name} must return gradients (None where there is none) "
-            "for each basic op's parameters and extra inputs, numbering "
-            f"{wanted[0]} and {wanted[1]}, got {got[0]} and {got[1]}"
-        )
-    if isinstance(grad, Tensor) and not torch.compiler.is_compiling():
-        shape = contexts[0].forward.grad_input_shape
-        if shape not in (None, grad.shape):
-            raise RuntimeError(
-                f"the backward of {name} must return a gradient of the shape of its input, "
-                f"{tuple(shape)}, got {tuple(grad.shape)}"
-            )
-    for context, of_op in zip(contexts, params, strict=True):
-        for i, shape in enumerate(context.forward.param_shapes):
-            g = of_op[i] if context.needs.params[i] else None
-            if isinstance(g, Tensor) and not _sums_to(g.shape, shape):
-                raise RuntimeError(
-                    f"the backward of {name} must return a gradient of parameter {i} in its shape, "
-                    f"{tuple(shape)}, or one that sums to it, got {tuple(g.shape)}"
-                )
-
-
-def _sums_to(shape: torch.Size, target: torch.Size) -> bool:
-    """Whether autograd sums a gradient of ``shape`` to ``target``, to which it broadcasts."""
-    extra = len(shape) - len(target)
-    pairs = zip(target, shape[max(extra, 0) :], strict=False)
-    return extra >= 0 and all([size in (1, given) for size, given in pairs])
 
 
 def _refuse_second_derivatives() -> None:

@@ -77,11 +77,12 @@ def overlap_notes(
 
 def defer(ctx: OperationContext, y: Tensor, complete: Callable[[], Tensor]) -> Tensor:
     """``y``, to be filled with what ``complete`` gives before an op reads it."""
-    ctx.memo[ctx] = lambda: y.copy_(complete())
+    ctx.complete = lambda: y.copy_(complete())
     return y
 
 
 def complete_output(ctx: OperationContext) -> None:
     """Fill the output of an op, if it was deferred."""
-    if ctx.deferred and ctx in ctx.memo:
-        ctx.memo.pop(ctx)()
+    if ctx.complete is not None:
+        ctx.complete()
+        ctx.complete = None

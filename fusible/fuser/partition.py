@@ -22,7 +22,8 @@ class Part(NamedTuple):
     ops: slice
     inputs: tuple[int, ...]  # the places of its extra inputs among the tensors held
     inputs_to_copy: tuple[int, ...]  # indices in `inputs` to copy first: the part may write to them
-    num_outputs: int | None  # of extra outputs; None for any number, all for the caller
+    num_outputs: int | None
+    """Of extra outputs. None if the module does not declare it: all then go to the caller."""
     public: tuple[int, ...]  # the extra outputs that the caller gets
     why: str | None = None  # why a module is called
     nested: bool = False  # whether it is a Sequential that is called
@@ -39,7 +40,7 @@ class Partition(NamedTuple):
     single_run: Callable[..., Any] | None  # the run of ops that is all there is, if so
 
 
-def partitioned(
+def partition_at(
     ops: tuple[Any, ...],
     wiring: Wiring,
     stops: Iterable[int],
@@ -60,7 +61,7 @@ def partitioned(
             Part(
                 ops=slice(start, stop),
                 inputs=tuple([places[source] for source in inputs]),
-                inputs_to_copy=own.copies,
+                inputs_to_copy=own.copied_inputs,
                 num_outputs=None if outputs is None else len(outputs),
                 public=tuple([k for k, o in enumerate(outputs or ()) if o in wiring.public]),
                 **fields,

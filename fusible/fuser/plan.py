@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, product
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from fusible.fuser.conditions import UNKNOWN
 from fusible.fuser.rules import Phase, Rule
@@ -101,29 +101,21 @@ class Refusal:
 
 
 class Fusion(NamedTuple):
-    """A fused op over basic ops ``start`` to ``stop``.
+    """What runs basic ops ``start`` to ``stop`` in a phase, made by a rule or a user's function.
 
-    ``name`` is that of the rule or of the user's function. Of kernel selection, ``op`` are the
-    kernels that the one op runs on.
+    ``built`` is a fused op; in the phase ``"kernels"``, the kernels that the one op runs on.
+    ``name`` is that of the rule or function.
     """
 
+    phase: Phase
     start: int
     stop: int
-    op: Any
+    built: Any
     name: str
 
     def shifted(self, places: int) -> Fusion:
         """The same behind as many more ops."""
         return self._replace(start=self.start + places, stop=self.stop + places)
-
-
-@dataclass(frozen=True)
-class UserFusions:
-    """The fused ops that the user's functions made for each pass, with their places."""
-
-    joint: tuple[Fusion, ...] = ()
-    forward: tuple[Fusion, ...] = ()
-    backward: tuple[Fusion, ...] = ()
 
 
 @dataclass(frozen=True, repr=False)
@@ -132,11 +124,8 @@ class Plan:
 
     Attributes:
         basic_ops: the ops as written.
-        forward_ops, backward_ops: the ops that run, fused and basic ones, which cover these in
-            order.
-        fusions: the fused ops, each with its phase: ``"joint"``, ``"forward"`` or
-            ``"backward"``.
-        kernels: those that are selected for basic ops; the others run on their own default.
+        fusions: by phase, the fused ops (``"joint"``, ``"forward"``, ``"backward"``), then the
+            kernels selected for basic ops (``"kernels"``); the others run on their default.
         refusals: the rules that fit some ops and did not fire, with the reasons.
         grad: which gradients each basic op has to give.
         recipe, autocast_dtype, target, facts: what the plan was made for.
@@ -144,10 +133,7 @@ class Plan:
     """
 
     basic_ops: tuple[Any, ...]
-    forward_ops: tuple[Any, ...]
-    backward_ops: tuple[Any, ...]
-    fusions: tuple[tuple[Phase, Fusion], ...]
-    kernels: tuple[Fusion, ...]
+    fusions: tuple[Fusion, ...]
     refusals: tuple[Refusal, ...]
     grad: tuple[GradNeeds, ...]
     recipe: Any
@@ -165,6 +151,29 @@ class Plan:
         return f"Plan({self.target}, recipe {self.recipe_name}, {passes})"
 
     @property
+    def forward_ops(self) -> tuple[Any, ...]:
+        """The ops that run in the forward, fused and basic ones, in order."""
+        return self._covering(self.of_phase("joint", "forward"))
+
+    @property
+    def backward_ops(self) -> tuple[Any, ...]:
+        """The ops that run in the backward, in the order of the forward."""
+        return self._covering(self.of_phase("joint", "backward"))
+
+    def _covering(self, fusions: Sequence[Fusion]) -> tuple[Any, ...]:
+        """Fused ops where there are some, the basic ops themselves elsewhere."""
+        covering: dict[int, Any] = dict(enumerate(self.basic_ops))
+        for fusion in fusions:
+            for i in range(fusion.start, fusion.stop):
+                del covering[i]
+            covering[fusion.start] = fusion.built
+        return tuple(covering[i] for i in sorted(covering))
+
+    def of_phase(self, *phases: Phase) -> tuple[Fusion, ...]:
+        """The fusions of one phase, or of several."""
+        return tuple(f for f in self.fusions if f.phase in phases)
+
+    @property
     def recipe_name(self) -> str:
         """The name of the recipe, or of those of the ops, ``"none"`` in high precision."""
         names = ["none" if recipe is None else recipe.name for recipe, _ in self.recipes]
@@ -180,15 +189,19 @@ class Plan:
 
     def summary(self) -> str:
         """Ops, heading and fusions in one line."""
-        fused = [f"{f.name} ({phase}) of ops[{f.start}:{f.stop}]" for phase, f in self.fusions]
-        fused += [f"{f.name} for ops[{f.start}]" for f in self.kernels]
+        fused = [
+            f"{f.name} for ops[{f.start}]"
+            if f.phase == "kernels"
+            else f"{f.name} ({f.phase}) of ops[{f.start}:{f.stop}]"
+            for f in self.fusions
+        ]
         ops = ", ".join(type(op).__name__ for op in self.basic_ops)
         return f"{ops} on {self.heading}: {', '.join(fused) or 'nothing fused'}"
 
     @property
     def fired(self) -> tuple[str, ...]:
         """Names of the rules, and of the user's fusion functions, that fired."""
-        return (*[f.name for _, f in self.fusions], *[f.name for f in self.kernels])
+        return tuple(f.name for f in self.fusions)
 
     def require(self, rules: Sequence[Rule]) -> None:
         """Raise :class:`NotFused` with the reasons unless each of the rules and functions fired.
@@ -218,7 +231,7 @@ def plan(
     target: Target,
     rules: Sequence[Rule],
     grad: Sequence[GradNeeds],
-    user: UserFusions,
+    user: Sequence[Fusion],
 ) -> Plan:
     """Plan a run of basic ops; pure, needs no device and runs no kernel.
 
@@ -226,31 +239,17 @@ def plan(
     rules first, then forward and backward rules independently of each other.
     """
     matcher = _Matcher(ops, facts, recipe, target, grad)
-
-    def scan(phase: Phase, taken: Sequence[Fusion]) -> list[Fusion]:
-        return list(matcher.scan([r for r in rules if r.phase == phase], taken))
-
-    # A user's joint fusions are among the forward ones and the backward ones too.
-    own = scan("joint", [*user.joint, *user.forward, *user.backward])
-    joint = [*user.joint, *own]
-    forward = [*user.forward, *own]
-    forward += scan("forward", forward)
-    backward = [*user.backward, *own]
-    if any(needs.requires_grad for needs in grad):
-        backward += scan("backward", backward)
-    made: list[tuple[Phase, Fusion]] = [
-        *(("joint", f) for f in joint),
-        *(("forward", f) for f in forward if f not in joint),
-        *(("backward", f) for f in backward if f not in joint),
-    ]
-    kernels = scan("kernels", [*forward, *backward])
+    fusions, phases = list(user), get_args(Phase)
+    for phase in phases:
+        if phase == "backward" and not any(needs.requires_grad for needs in grad):
+            continue
+        taken = [f for f in fusions if {f.phase, phase} != {"forward", "backward"}]
+        fusions += matcher.scan([r for r in rules if r.phase == phase], taken)
+    fusions.sort(key=lambda f: phases.index(f.phase))
     recipes = [None if recipe is None else recipe.over(i, i + 1) for i, _ in enumerate(ops)]
     return Plan(
         tuple(ops),
-        _covering(ops, forward),
-        _covering(ops, backward),
-        tuple(made),
-        tuple(kernels),
+        tuple(fusions),
         tuple(matcher.refusals),
         tuple(grad),
         recipe,
@@ -300,7 +299,8 @@ class _Matcher:
                 reasons = (mixed,) if this.mixed else tried.why_not(bound, this)
                 if not reasons:
                     build = _build_kernels if tried.phase == "kernels" else _build_op
-                    return Fusion(at, at + len(covered), build(tried, bound, covered), tried.name)
+                    built = build(tried, bound, covered)
+                    return Fusion(tried.phase, at, at + len(covered), built, tried.name)
                 other_target = not tried.applies_to_target(this)
                 self.refusals.append(Refusal(tried, at, covered, reasons, other_target))
         return None
@@ -410,29 +410,19 @@ def _format_facts(recipe: Any, attribute: str) -> SimpleNamespace:
     })  # fmt: skip
 
 
-def _covering(ops: Sequence[Any], fusions: Sequence[Fusion]) -> tuple[Any, ...]:
-    """Fused ops where there are some, the basic ops themselves elsewhere."""
-    covering: dict[int, Any] = dict(enumerate(ops))
-    for fusion in fusions:
-        for i in range(fusion.start, fusion.stop):
-            del covering[i]
-        covering[fusion.start] = fusion.op
-    return tuple(covering[i] for i in sorted(covering))
-
-
 def joined(plans: Sequence[Plan]) -> Plan | None:
     """The plans of consecutive runs as one, with indices into all ops; None if there is none."""
     if len(plans) < 2:
         return plans[0] if plans else None
     starts = accumulate([len(p.basic_ops) for p in plans[:-1]], initial=0)
     placed = list(zip(plans, starts, strict=True))
-    names = ("recipes", "basic_ops", "forward_ops", "backward_ops", "grad", "facts")
+    names = ("recipes", "basic_ops", "grad", "facts")
     by_op: Any = {name: tuple(chain(*[getattr(p, name) for p in plans])) for name in names}
+    fusions = [f.shifted(at) for p, at in placed for f in p.fusions]
     return replace(
         plans[0],
         **by_op,
-        fusions=tuple((phase, f.shifted(at)) for p, at in placed for phase, f in p.fusions),
-        kernels=tuple(f.shifted(at) for p, at in placed for f in p.kernels),
+        fusions=tuple(sorted(fusions, key=lambda f: f.phase == "kernels")),
         refusals=tuple(replace(r, start=r.start + at) for p, at in placed for r in p.refusals),
     )
 
@@ -461,12 +451,12 @@ def check_cover(fused: Sequence[Any], basic: Sequence[Any], name: str) -> None:
         )
 
 
-def cover(fused: Sequence[Any], makers: Mapping[Any, str]) -> tuple[Fusion, ...]:
+def cover(phase: Phase, fused: Sequence[Any], makers: Mapping[Any, str]) -> tuple[Fusion, ...]:
     """The fused ops of a list with their places; ``makers`` names the function of each."""
     found, at = [], 0
     for op in fused:
         stop = at + len(op.basic_ops)
         if op.is_fused_op:
-            found.append(Fusion(at, stop, op, makers.get(op, type(op).__name__)))
+            found.append(Fusion(phase, at, stop, op, makers.get(op, type(op).__name__)))
         at = stop
     return tuple(found)

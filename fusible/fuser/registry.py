@@ -11,7 +11,7 @@ import torch
 
 from fusible.arguments import check_bools
 from fusible.fuser.conditions import UNKNOWN
-from fusible.fuser.plan import UserFusions, check_cover, check_facts, cover
+from fusible.fuser.plan import Fusion, check_cover, check_facts, cover
 from fusible.fuser.rules import Phase, Rule
 from fusible.names import did_you_mean
 from fusible.recipes.recipe import Recipe
@@ -45,7 +45,7 @@ class Registry:
         builds = [rule.build for rule in self.rules]
         self.has_users = bool(self.functions) or not all(map(is_ours, builds))
 
-    def apply(self, ops: Sequence[Any], recipe: Any) -> UserFusions:
+    def apply(self, ops: Sequence[Any], recipe: Any) -> tuple[Fusion, ...]:
         """Run the user's functions over ``ops``: joint ones, then the other two on the result."""
         makers: dict[Any, str] = {}
 
@@ -64,16 +64,18 @@ class Registry:
             return current
 
         joint_ops = run("joint", ops)
-        joint = cover(joint_ops, makers)
-        forward, backward = (cover(run(p, joint_ops), makers) for p in ("forward", "backward"))
-        for fusion in joint:
-            if fusion not in forward or fusion not in backward:
-                raise RuntimeError(
-                    f"{type(fusion.op).__name__} was made by a joint fusion, whose forward and "
-                    "backward agree only with each other; forward and backward fusion functions "
-                    "must leave it in place"
-                )
-        return UserFusions(joint, forward, backward)
+        fusions = joint = cover("joint", joint_ops, makers)
+        for phase in ("forward", "backward"):
+            fused = cover(phase, run(phase, joint_ops), makers)
+            for fusion in joint:
+                if fusion._replace(phase=phase) not in fused:
+                    raise RuntimeError(
+                        f"{type(fusion.built).__name__} was made by a joint fusion, whose forward "
+                        "and backward agree only with each other; forward and backward fusion "
+                        "functions must leave it in place"
+                    )
+            fusions += tuple(f for f in fused if f.built not in joint_ops)
+        return fusions
 
 
 def _named(name: str, among: Iterable[Rule]) -> Rule:

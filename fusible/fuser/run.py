@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 from fusible.caches import keep
 from fusible.fuser import target as targets
 from fusible.fuser.error_notes import note_op, outermost_call
-from fusible.fuser.expected import expected_of
+from fusible.fuser.expected import expect_outputs
 from fusible.fuser.memory import check_buffers
 from fusible.fuser.node import (
     RunFunction,
@@ -30,12 +30,12 @@ from fusible.fuser.node import (
 )
 from fusible.fuser.op_facts import facts_of_ops, features_read, gradient_needs
 from fusible.fuser.own_recipes import recipe_of_ops
-from fusible.fuser.partition import Part, Partition, partitioned, run_parts
-from fusible.fuser.plan import Plan, UserFusions, of_parts, plan
+from fusible.fuser.partition import Part, Partition, partition_at, run_parts
+from fusible.fuser.plan import Fusion, Plan, of_parts, plan
 from fusible.fuser.plan_key import PlanKey, first_places, fix_features, slices
 from fusible.fuser.registry import is_ours, registry
 from fusible.fuser.rules import Rule
-from fusible.fuser.schedule import Diagnostics, FastPath, Kwargs, Schedule, schedule_steps
+from fusible.fuser.schedule import FastPath, Kwargs, Origin, Schedule, schedule_steps
 from fusible.fuser.target import Target
 from fusible.fuser.tracing import WeakGroups, constant_when_traced
 from fusible.fuser.wiring import Output, Wiring, wire
@@ -94,11 +94,11 @@ class Run:
         self.require = tuple(rule for rule in require if any(rule.places(self.ops)))
         self._num_inputs = 1 + len(self.wiring.names)
         self._schedule: Schedule | None = None  # of the last call
-        self._partitions: dict[tuple[int, ...], Partition] = {}
+        self._splits: dict[tuple[int, ...], Partition] = {}
         self._schedules: dict[tuple[Any, ...], Schedule] = {}
         self._traced = _Traced()
         self._own_recipes: dict[ByOp, Recipe | None] = {}
-        self._user: dict[tuple[Any, ...], UserFusions] = {}
+        self._user: dict[tuple[Any, ...], tuple[Fusion, ...]] = {}
         self._read: tuple[int, tuple[int, ...]] = (-1, ())
         # Never dropped, unlike plans: at most two for each recipe.
         self._forwards: set[Forward] = set()
@@ -153,8 +153,8 @@ class Run:
                 prepared = schedule.fast_path.prepared(*operands)
                 if prepared is not None:
                     return run_fast_path(schedule, prepared, operands)
-        if schedule.partition is not None:
-            return self._execute_parts(schedule.partition, inputs, kwargs, params, recipe)
+        if schedule.split is not None:
+            return self._execute_split(schedule.split, inputs, kwargs, params, recipe)
         if schedule.is_formula:
             return run_formula(schedule, self.ops[0].formula_of(len(params[0])), operands)
         if not schedule.plan.grad[-1].requires_grad:
@@ -174,9 +174,9 @@ class Run:
         outputs = _as_returned(schedule, outputs, inputs[1:]) if tracing else outputs
         return outputs if len(outputs) > 1 else outputs[0]
 
-    def _execute_parts(
+    def _execute_split(
         self,
-        partition: Partition,
+        split: Partition,
         inputs: tuple[Tensor, ...],
         kwargs: Kwargs | None,
         params: Sequence[tuple[Tensor, ...]],
@@ -191,15 +191,15 @@ class Run:
                 own = recipe.over(part.ops.start, part.ops.stop)
             return part.call._execute((x, *extra_inputs), of_ops, params[part.ops], own)
 
-        return run_parts(partition, inputs, call, self.ops)
+        return run_parts(split, inputs, call, self.ops)
 
     @property
     def plan(self) -> Plan | None:
         """The plan of the last call; None before the first."""
         if self._schedule is None:
             return None
-        partition = self._schedule.partition
-        plans = [] if partition is None else [part.call.plan for part in partition.parts]
+        split = self._schedule.split
+        plans = [] if split is None else [part.call.plan for part in split.parts]
         return of_parts(self._schedule.plan, plans) if plans and all(plans) else self._schedule.plan
 
     def __repr__(self) -> str:
@@ -295,7 +295,7 @@ class Run:
             made.require(self.require)
             self._check(made)
             schedule = self.make_schedule(made, call)
-            if schedule.partition is None:
+            if schedule.split is None:
                 _log_plan(made)
             keep(self._schedules, key, schedule, MOST_PLANS)
             self._forwards.add(Forward(call.recipe, call.grad_enabled))
@@ -316,8 +316,8 @@ class Run:
     ) -> Schedule:
         """The schedule of a plan key's first call, in which users' fused ops are checked."""
         schedule = self.schedule_for(key)
-        if schedule.partition is None:
-            schedule.diagnostics.expected.update(expected_of(schedule, operands, kwargs))
+        if schedule.split is None:
+            expect_outputs(schedule, operands, kwargs)
         return schedule
 
     @constant_when_traced
@@ -370,25 +370,25 @@ class Run:
             backward=backward[::-1],
             dtypes=(*[dtype for dtype, *_ in key.inputs], *key.param_dtypes),
             params=slices(len(key.inputs), key.param_counts),
-            kernels=[(f.start, f.op) for f in plan.kernels],
+            kernels=[(f.start, f.built) for f in plan.of_phase("kernels")],
             fast_path=self._fast_path(plan, key),
             writes_inputs=any(op.writes_extra_inputs for op in self.ops),
             writes_grads=any(op.writes_grads for op in plan.backward_ops),
             is_formula=is_formula,
-            partition=None if is_formula else self._partitioned(formulas),
+            split=None if is_formula else self._split_at(formulas),
             accumulating=[i for i, op in enumerate(self.ops) if op.accumulates_grads],
-            diagnostics=Diagnostics(outermost_call()),
+            origin=Origin(outermost_call()),
         )
 
-    def _partitioned(self, formulas: Sequence[int]) -> Partition | None:
+    def _split_at(self, formulas: Sequence[int]) -> Partition | None:
         """The run in parts, of which each of the ops ``formulas`` is one; None without any."""
         if not formulas:
             return None
         stops = tuple(sorted({len(self.ops), *formulas, *[i + 1 for i in formulas]} - {0}))
-        if stops not in self._partitions:
-            partition = partitioned(self.ops, self.wiring, stops, self._part)
-            keep(self._partitions, stops, partition, MOST_PLANS)
-        return self._partitions[stops]
+        if stops not in self._splits:
+            split = partition_at(self.ops, self.wiring, stops, self._part)
+            keep(self._splits, stops, split, MOST_PLANS)
+        return self._splits[stops]
 
     def _part(
         self, _: int, ops: slice, wiring: Wiring, outputs: Sequence[Output]

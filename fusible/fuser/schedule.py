@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from fusible.fuser.conditions import UNKNOWN
 from fusible.fuser.context import OperationContext, call_fuser_backward, call_fuser_forward
-from fusible.fuser.op_facts import declares_dtypes
 from fusible.fuser.overlap import Overlap, overlaps
 from fusible.fuser.partition import Partition
 from fusible.fuser.plan import Plan
 from fusible.fuser.registry import is_ours
+from fusible.fuser.user_steps import UserForward, user_backward
 from fusible.fuser.wiring import Output, Wiring
 from fusible.recipes.autocast import autocast
 
@@ -33,7 +33,8 @@ class ScheduledStep(NamedTuple):
     op: Any
     run: Callable[..., Any]
     """Its forward or backward, of the contexts, the input and the extra inputs, or of the contexts
-    and the gradients of the outputs; outside of ``torch.autocast`` if it casts by itself."""
+    and the gradients of the outputs; outside of ``torch.autocast`` if it casts by itself. Of a
+    user's op, its results are checked (:mod:`fusible.fuser.user_steps`)."""
     start: int
     stop: int
     sources: tuple[tuple[Output, ...], ...]
@@ -41,8 +42,7 @@ class ScheduledStep(NamedTuple):
     quantizers: tuple[Any, Any, Any] | None
     """How the previous op wants the gradient, how the next op wants the output, and how the next op
     quantizes the output's gradient; None without a recipe."""
-    is_users: bool  # whether the op or the method is not of this package: results are checked
-    derived: torch.dtype | None  # the output's, where a plan goes by one that is not declared
+    is_users: bool  # whether the op or the method is not of this package
     cast_from: torch.dtype | None
     """Under a recipe, the dtype of an input from another op that this one casts: its gradient is
     cast back before it is quantized, as where the ops run one by one."""
@@ -77,53 +77,14 @@ class FastPath(Protocol):
         """
 
 
-class Expected(NamedTuple):
-    """The output of the basic ops of a user's fused op, and how many tensors each saves.
+class Origin:
+    """The outermost module in whose call a schedule was made, for errors; None if there is none.
 
-    The latter is None where the fused op has a backward of its own.
-    """
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-    saved: tuple[int, ...] | None
-
-    def check(self, op: Any, output: Tensor, contexts: Sequence[OperationContext]) -> None:
-        """Raise RuntimeError for another output, or another number of saved tensors."""
-        parts = " + ".join(type(part).__name__ for part in op.basic_ops)
-        got = output.shape, output.dtype, output.device
-        if got != self[:3]:
-            wanted, given = (
-                f"{t} of shape {tuple(size)} on {on}" for size, t, on in (self[:3], got)
-            )
-            raise RuntimeError(
-                f"{type(op).__name__} must return what {parts} would, {wanted}, got {given}"
-            )
-        saved = tuple(map(num_saved, contexts))
-        if self.saved is not None and saved != self.saved:
-            saves = "; ".join(f"{type(part).__name__}: {part.saves}" for part in op.basic_ops)
-            raise RuntimeError(
-                f"the forward of {type(op).__name__} must save for each of {parts} what that op's "
-                f"own backward reads, {list(self.saved)} tensors ({saves}), got {list(saved)}"
-            )
-
-
-def num_saved(context: OperationContext) -> int:
-    """How many tensors an op's forward saved, 0 if its backward will not run."""
-    return len(context.to_save) if context.requires_grad else 0
-
-
-class Diagnostics:
-    """What errors of a schedule's ops are found and described by.
-
-    No tuple, all of whose fields compiled code would read, the weak reference too.
+    A class, not a tuple: compiled code would guard every field of a tuple.
     """
 
     def __init__(self, module: nn.Module | None) -> None:
-        # The outermost module in whose call the schedule was made.
-        self.root = (lambda: None) if module is None else weakref.ref(module)
-        # What users' fused ops that have not run yet must give.
-        self.expected: dict[Any, Expected] = {}
+        self.module = (lambda: None) if module is None else weakref.ref(module)
 
 
 class Schedule(NamedTuple):
@@ -140,9 +101,9 @@ class Schedule(NamedTuple):
     writes_inputs: bool  # whether an op of the forward writes to extra inputs
     writes_grads: bool  # whether an op of the backward writes to gradients
     is_formula: bool  # whether it is one op with only a formula, which autograd differentiates
-    partition: Partition | None  # what runs instead, if so: such formulas, and runs between them
+    split: Partition | None  # what runs instead, if so: such formulas, and runs between them
     accumulating: Sequence[int]  # the ops that add to their parameters' gradients themselves
-    diagnostics: Diagnostics
+    origin: Origin
 
 
 def schedule_steps(
@@ -151,33 +112,35 @@ def schedule_steps(
     paths: tuple[str, ...],
     ops: Sequence[Any],
     direction: Literal["forward", "backward"],
+    wrap: Callable[[Any], Callable[..., Any]] | None = None,
 ) -> tuple[ScheduledStep, ...]:
-    """The steps of a plan's forward or backward, in order."""
+    """The steps of a plan's forward or backward, in order; ``wrap(op)`` runs in an op's place."""
     ends = [0, *accumulate(len(op.basic_ops) for op in ops)]
     spans = [(op, *span) for op, span in zip(ops, pairwise(ends), strict=True)]
     overlapping = list(overlaps(plan.basic_ops, wiring, spans))
     scheduled = []
     for op, start, stop in spans:
-        if uses_impl := op.uses_impl(direction):
-            own = f"{direction}_impl" if op.is_fused_op else f"run_{direction}"
-            run: Callable[..., Any] = getattr(op, own)
-        else:
-            call = call_fuser_forward if direction == "forward" else call_fuser_backward
-            run = partial(call, op)
+        sources = tuple(
+            tuple(SAME_STEP if source[0] >= start else source for source in of_op)
+            for of_op in wiring.sources[start:stop]
+        )
+        run = _function(op, direction) if wrap is None else wrap(op)
+        run = outside_autocast(plan, op, run)
+        is_users = not (op.uses_impl(direction) and is_ours(type(op)))
+        if is_users and direction == "forward":
+            run = UserForward(run, op, plan, wiring, start, stop)
+        elif is_users:
+            run = user_backward(run, type(op).__name__, sources)
         scheduled.append(
             ScheduledStep(
                 op,
-                outside_autocast(plan, op, run),
+                run,
                 start,
                 stop,
-                tuple(
-                    tuple(SAME_STEP if source[0] >= start else source for source in of_op)
-                    for of_op in wiring.sources[start:stop]
-                ),
+                sources,
                 [basic.num_extra_outputs for basic in op.basic_ops],
                 _quantizers(plan, wiring, start, stop),
-                not (uses_impl and is_ours(type(op))),
-                _derived(plan, stop),
+                is_users,
                 _cast_from(plan, start) if start else None,
                 f"fusible::{type(op).__name__}{_place(paths, start, stop)}",
                 next((o for o in overlapping if o.ops.start == start), None),
@@ -185,6 +148,13 @@ def schedule_steps(
             )
         )
     return tuple(scheduled)
+
+
+def _function(op: Any, direction: Literal["forward", "backward"]) -> Callable[..., Any]:
+    """What runs an op: its ``impl`` of this package, or the method of te.ops that overrides it."""
+    if op.uses_impl(direction):
+        return getattr(op, f"{direction}_impl" if op.is_fused_op else f"run_{direction}")
+    return partial(call_fuser_forward if direction == "forward" else call_fuser_backward, op)
 
 
 def outside_autocast(plan: Plan, op: Any, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -198,15 +168,6 @@ def outside_autocast(plan: Plan, op: Any, function: Callable[..., Any]) -> Calla
             return function(first, *others)
 
     return run
-
-
-def _derived(plan: Plan, stop: int) -> torch.dtype | None:
-    """The dtype of the output of ops[stop - 1] if that was derived, and ops after it are fused."""
-    fused_after = any(fusion.start >= stop for _, fusion in plan.fusions)
-    if not fused_after or declares_dtypes(type(plan.basic_ops[stop - 1])):
-        return None
-    name = plan.facts[stop].input.dtype
-    return None if name == UNKNOWN else getattr(torch, name)
 
 
 def _cast_from(plan: Plan, at: int) -> torch.dtype | None:
@@ -224,13 +185,9 @@ def unfused(schedule: Schedule, wrap: Callable[[Any], Callable[..., Any]]) -> Sc
     ``wrap(op)`` is called in place of each op's forward, as :func:`call_fuser_forward` calls it.
     """
     plan, wiring, ops = schedule.plan, schedule.wiring, schedule.plan.basic_ops
-    forward = [
-        step._replace(run=outside_autocast(plan, step.op, wrap(step.op)))
-        for step in schedule_steps(plan, wiring, (), ops, "forward")
-    ]
     return schedule._replace(
         kernels=(),
-        forward=tuple(forward),
+        forward=schedule_steps(plan, wiring, (), ops, "forward", wrap),
         backward=schedule_steps(plan, wiring, (), ops, "backward")[::-1],
         fast_path=None,
         writes_grads=any(op.writes_grads for op in ops),
@@ -243,7 +200,9 @@ def _quantizers(plan: Plan, wiring: Wiring, start: int, stop: int) -> tuple[Any,
     if plan.recipe is None:
         return None
     ops = plan.basic_ops
-    prefer_values = {f.start for f in plan.kernels if getattr(f.op, "quantizes_own_inputs", False)}
+    prefer_values = {
+        f.start for f in plan.of_phase("kernels") if getattr(f.built, "quantizes_own_inputs", False)
+    }
 
     def quantizer(at: int, which: str) -> Any:
         recipe, _ = plan.recipes[at]

@@ -25,15 +25,15 @@ class Wiring:
 
     ``sources[i][j]`` is ``(CALLER, k)`` for the caller's k-th extra input, else ``(op, slot)`` of
     the earlier extra output that feeds it. ``names`` are those of the caller's extra inputs.
-    ``public`` lists the extra outputs the caller gets. ``copies`` are those of the caller's extra
-    inputs that are passed as copies: an op writes to them.
+    ``public`` lists the extra outputs the caller gets. ``copied_inputs`` are those of the caller's
+    extra inputs that are passed as copies: an op writes to them.
     """
 
     sources: tuple[tuple[Output, ...], ...]
     names: tuple[str, ...]
     public: tuple[Output, ...]
     consumers: dict[Output, tuple[int, ...]]
-    copies: tuple[int, ...] = ()
+    copied_inputs: tuple[int, ...] = ()
 
     def needed_outside(self, output: Output, start: int, stop: int) -> bool:
         """Whether an extra output of ops[start:stop] is used outside them."""

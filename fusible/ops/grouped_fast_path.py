@@ -29,7 +29,7 @@ from fusible.kernels.grouped.vectors import launch_group_ends
 from fusible.kernels.runtime.launch import TENSOR_TYPES
 from fusible.kernels.sm90.grouped_products import DenseOperand, can_read_in_place, products_by_rows
 from fusible.kernels.sm90.operands import is_row_scale
-from fusible.ops.grouped_kernels import LIBRARY, glu_of
+from fusible.ops.grouped_kernels import DEFAULT_KERNELS, glu_of
 from fusible.ops.op import Grads
 from fusible.ops.scaled_activation import in_pieces
 from fusible.ops.weights import WeightedOperation
@@ -177,7 +177,9 @@ class GroupedFastPath:
     @classmethod
     def _multiplies(cls, plan: Plan, dtype: torch.dtype) -> bool:
         """Whether the products of a plan with inputs of ``dtype`` are those of the fast path."""
-        return plan.recipe is None and all([own.op is LIBRARY for own in plan.kernels])
+        return plan.recipe is None and all(
+            [own.built is DEFAULT_KERNELS for own in plan.of_phase("kernels")]
+        )
 
     @classmethod
     def _products_of(

@@ -358,7 +358,7 @@ class GroupedKernels:
         return ActivationGrads(cast(dpreact, ctx.dtype), output, dscales, None)
 
 
-LIBRARY = GroupedKernels()
+DEFAULT_KERNELS = GroupedKernels()
 """The default: kernels of the library ops, where kernel selection finds no others."""
 
 
@@ -376,7 +376,7 @@ def _values_for_products(data: OperandData | None) -> Tensor | None:
 
 def kernels_of(ctx: OperationContext) -> GroupedKernels:
     """The kernels that kernel selection found for an op."""
-    return LIBRARY if ctx.kernels is None else ctx.kernels
+    return DEFAULT_KERNELS if ctx.kernels is None else ctx.kernels
 
 
 def glu_of(act: Any) -> Glu:

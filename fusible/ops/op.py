@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from fusible.fuser.context import OperationContext
-from fusible.fuser.node import kind_of
 from fusible.fuser.op_facts import Dtypes
 from fusible.fuser.plan import GradNeeds, Plan
 from fusible.fuser.plan_key import PlanKey
@@ -20,6 +19,7 @@ from fusible.fuser.registry import is_ours
 from fusible.fuser.run import Run
 from fusible.fuser.schedule import FastPath
 from fusible.fuser.tracing import WeakGroups, constant_when_traced
+from fusible.fuser.user_steps import kind_of
 from fusible.fuser.wiring import by_name, wire
 from fusible.names import did_you_mean
 from fusible.ops.channels import Channels, channels
@@ -185,7 +185,10 @@ class FusibleOperation(ModuleState, PatchesCounted):
         """A run that this basic op is part of failed; what the op has begun will not be ended."""
 
     def notes(self, dtype: str, target: Any) -> tuple[str, ...]:
-        """Sentences that ``explain`` prints where this op runs on a target, a basic op unfused."""
+        """Sentences that ``explain`` prints of a fused op on a target.
+
+        Of a basic op: where no fusion covers it and no rule selects its kernels.
+        """
         return ()
 
     def fast_path(self, plan: Plan, key: PlanKey) -> FastPath | None:

@@ -11,19 +11,19 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from fusible.fuser.memory import check_buffers
-from fusible.fuser.node import kind_of
 from fusible.fuser.partition import Part, Partition, run_parts
 from fusible.fuser.plan import Plan, joined
 from fusible.fuser.registry import registry
 from fusible.fuser.run import Run
 from fusible.fuser.tracing import WeakGroups, constant_when_traced
+from fusible.fuser.user_steps import kind_of
 from fusible.fuser.wiring import by_name
 from fusible.ops import buffers
 from fusible.ops.channels import channels
 from fusible.ops.hooks import HOOKS, PatchesCounted, patches, why_called
 from fusible.ops.linear import Linear
 from fusible.ops.op import BasicOperation, FusibleOperation, check_kwargs
-from fusible.ops.sequential_partition import Opaque, Unit, partition_of, run_boundaries
+from fusible.ops.sequential_partition import ForeignModule, Member, partition_of, run_boundaries
 
 OpKwargs = Mapping[nn.Module | int, dict[str, Any]]
 
@@ -96,7 +96,7 @@ class Sequential(PatchesCounted, nn.Sequential):
                 ``op_kwargs`` for no op of this module or that an op does not take, or a buffer for
                 an op whose result may stay inside of a fusion.
         """
-        partition = self._partitioned() if _partition is None else _partition
+        partition = self._current_partition() if _partition is None else _partition
         if named:
             op_name = type(self).__name__
             extra_inputs = by_name(partition.wiring.names, extra_inputs, named, op_name)
@@ -115,24 +115,24 @@ class Sequential(PatchesCounted, nn.Sequential):
     @property
     def num_extra_inputs(self) -> int:
         """How many extra inputs the caller passes."""
-        return len(self._partitioned().wiring.names)
+        return len(self._current_partition().wiring.names)
 
     @property
     def num_extra_outputs(self) -> int:
         """How many extra outputs the caller gets."""
-        return len(self._partitioned().wiring.public)
+        return len(self._current_partition().wiring.public)
 
     @property
     def plan(self) -> Plan | None:
         """The plan of the last call, over all runs of ops; None before the first call."""
-        plans = _plans(self._partitioned())
+        plans = _plans(self._current_partition())
         return joined([p for p in plans if isinstance(p, Plan)])
 
     # --- runs of ops -----------------------------------------------------------------------------
 
     def parts(self) -> tuple[Run | nn.Module, ...]:
         """The runs of ops and the other modules, in order."""
-        return tuple(part.call for part in self._partitioned().parts)
+        return tuple(part.call for part in self._current_partition().parts)
 
     @property
     def as_sequential(self) -> Sequential:
@@ -143,7 +143,7 @@ class Sequential(PatchesCounted, nn.Sequential):
         """Modules between runs in the last call, why each was called, and the rules it blocked."""
         return [] if self._captured is None else run_boundaries(self._captured.partition)
 
-    def _partitioned(self) -> Partition:
+    def _current_partition(self) -> Partition:
         if torch.compiler.is_compiling():
             _read_hooks(self)  # and so guards them
             self._trace_capture()
@@ -170,7 +170,7 @@ class Sequential(PatchesCounted, nn.Sequential):
         known = [c for c in self._known if c.has_same_modules()]
         partition = next((c.partition for c in known if c.form == form), None)
         if partition is None:
-            partition = partition_of(_units(self), self.require)
+            partition = partition_of(_members(self), self.require)
             _name_places(self, partition)
         containers = [m for m in self.modules() if isinstance(m, Sequential)]
         called = [module for m in containers for child in m for module in _with_parts(child)]
@@ -297,27 +297,27 @@ def _with_parts(module: nn.Module) -> tuple[nn.Module, ...]:
 def _form(sequential: Sequential) -> tuple[Any, ...]:
     """A key that is equal for Sequentials that divide alike."""
 
-    def of(units: Sequence[Unit]) -> list[Any]:
-        return [(type(u.module), u.why, u.require, of(u.inside), channels(u.ops)) for u in units]
+    def of(members: Sequence[Member]) -> list[Any]:
+        return [(type(m.module), m.why, m.require, of(m.inside), channels(m.ops)) for m in members]
 
-    return sequential.require, of(_units(sequential))
+    return sequential.require, of(_members(sequential))
 
 
-def _units(sequential: Sequential) -> tuple[Unit, ...]:
+def _members(sequential: Sequential) -> tuple[Member, ...]:
     """The modules, with nested Sequentials unfolded."""
-    return tuple(unit for module in sequential for unit in _unfolded(module))
+    return tuple(member for module in sequential for member in _unfolded(module))
 
 
-def _unfolded(module: nn.Module) -> Iterator[Unit]:
+def _unfolded(module: nn.Module) -> Iterator[Member]:
     why = _why_called(module)
     nested = getattr(module, "as_sequential", None)  # also of one inside of a wrapper
     if isinstance(nested, Sequential) and not _has_own_forward(nested):
-        inside = _units(nested)
+        inside = _members(nested)
         if why is None:
             yield from inside
         else:
-            ops = tuple(op for unit in inside for op in unit.ops)
-            yield Unit(module, ops, why, inside, nested.require)
+            ops = tuple(op for member in inside for op in member.ops)
+            yield Member(module, ops, why, inside, nested.require)
         return
     called = _innermost(module)
     ops = getattr(called, "basic_ops", ())
@@ -325,12 +325,12 @@ def _unfolded(module: nn.Module) -> Iterator[Unit]:
         _check_owns_parameters(called)
         of_parts = [why_called(op) for op in ops]
         if why is None and any(of_parts):
-            yield from (Unit(op, (op,), of) for op, of in zip(ops, of_parts, strict=True))
+            yield from (Member(op, (op,), of) for op, of in zip(ops, of_parts, strict=True))
         else:
-            yield Unit(module, tuple(ops), why)
+            yield Member(module, tuple(ops), why)
     else:
-        ops = (Opaque(module),) if hasattr(module, "num_extra_inputs") else ()
-        yield Unit(module, ops, why or "is an ordinary module")
+        ops = (ForeignModule(module),) if hasattr(module, "num_extra_inputs") else ()
+        yield Member(module, ops, why or "is an ordinary module")
 
 
 def _innermost(module: nn.Module) -> nn.Module:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from fusible.fuser.partition import Part, Partition, partitioned
+from fusible.fuser.partition import Part, Partition, partition_at
 from fusible.fuser.plan import NotFused
 from fusible.fuser.registry import registry
 from fusible.fuser.rules import Rule
@@ -16,17 +16,17 @@ from fusible.fuser.run import Run
 from fusible.fuser.wiring import Output, Wiring, wire
 
 
-class Unit(NamedTuple):
+class Member(NamedTuple):
     """A module of a Sequential, nested ones unfolded."""
 
     module: nn.Module
     ops: tuple[Any, ...]  # its basic ops
     why: str | None  # why the module is called; None if its ops are part of a run
-    inside: tuple[Unit, ...] = ()  # of a Sequential that is called
+    inside: tuple[Member, ...] = ()  # of a Sequential that is called
     require: tuple[str, ...] = ()
 
 
-class Opaque:
+class ForeignModule:
     """Represents in the wiring a module with extra tensors that is neither op nor Sequential."""
 
     extra_output_names = ()
@@ -45,7 +45,7 @@ class Opaque:
 
 
 def partition_of(
-    units: Sequence[Unit], require: Sequence[str], wiring: Wiring | None = None
+    members: Sequence[Member], require: Sequence[str], wiring: Wiring | None = None
 ) -> Partition:
     """Consecutive fusible ops as runs, the other modules as they are.
 
@@ -55,11 +55,11 @@ def partition_of(
         ValueError: channels that cannot be wired.
         NotFused: a rule that is required fits none of the runs.
     """
-    ops = tuple(op for unit in units for op in unit.ops)
+    ops = tuple(op for member in members for op in member.ops)
     wiring = wire(ops) if wiring is None else wiring
     rules = [registry.rule(name) for name in require]
-    groups = list(_groups(units))
-    stops = accumulate(sum(len(unit.ops) for unit in group) for group in groups)
+    groups = list(_groups(members))
+    stops = accumulate(sum(len(member.ops) for member in group) for group in groups)
 
     def make(
         number: int, at: slice, own: Wiring, needed: Sequence[Output]
@@ -70,52 +70,52 @@ def partition_of(
         fields = {"call": call, "partition": partition, "why": first.why, "nested": nested}
         return fields, _outputs(first, needed, ops, at.start)
 
-    partition = partitioned(ops, wiring, stops, make)
+    partition = partition_at(ops, wiring, stops, make)
     runs = [part.call for part in partition.parts if isinstance(part.call, Run)]
     for rule in rules:
         if not any(rule in run.require for run in runs):
             raise NotFused(
                 f"{rule.name} is required but no run of ops fits its pattern {rule}; the "
-                f"modules are {', '.join(map(_describe, units))}"
+                f"modules are {', '.join(map(_describe, members))}"
             )
     return partition
 
 
-def _describe(unit: Unit) -> str:
-    name = type(unit.module).__name__
-    return f"{name}, which {unit.why}" if unit.ops and unit.why else name
+def _describe(member: Member) -> str:
+    name = type(member.module).__name__
+    return f"{name}, which {member.why}" if member.ops and member.why else name
 
 
-def _groups(units: Sequence[Unit]) -> Iterator[list[Unit]]:
-    """The units that make one run together, and the others one by one."""
-    for runs, group in groupby(units, lambda unit: unit.why is None):
+def _groups(members: Sequence[Member]) -> Iterator[list[Member]]:
+    """The members that make one run together, and the others one by one."""
+    for runs, group in groupby(members, lambda member: member.why is None):
         if runs:
             yield list(group)
         else:
-            yield from ([unit] for unit in group)
+            yield from ([member] for member in group)
 
 
 def _call(
-    unit: Unit, wiring: Wiring, ops: tuple[Any, ...], rules: Sequence[Rule]
+    member: Member, wiring: Wiring, ops: tuple[Any, ...], rules: Sequence[Rule]
 ) -> tuple[Run | nn.Module, Partition | None]:
-    """The callable of a part that starts with ``unit``, and the partition for its call."""
-    if unit.why is None:
+    """The callable of a part that starts with ``member``, and the partition for its call."""
+    if member.why is None:
         return Run(ops, rules, wiring), None
-    if unit.inside and not _is_wired_alone(ops, wiring):
-        return unit.module, partition_of(unit.inside, unit.require, wiring)
-    return unit.module, None
+    if member.inside and not _is_wired_alone(ops, wiring):
+        return member.module, partition_of(member.inside, member.require, wiring)
+    return member.module, None
 
 
 def _outputs(
-    unit: Unit, needed: Sequence[Output], ops: tuple[Any, ...], start: int
+    member: Member, needed: Sequence[Output], ops: tuple[Any, ...], start: int
 ) -> Sequence[Output] | None:
     """The extra outputs that a part gives; None if unknown."""
-    if unit.why is None or unit.inside:
+    if member.why is None or member.inside:
         return needed
-    if any(isinstance(op, Opaque) and not op.counts_outputs for op in unit.ops):
+    if any(isinstance(op, ForeignModule) and not op.counts_outputs for op in member.ops):
         return None
     # An op that is called gives all its extra outputs.
-    stop = start + len(unit.ops)
+    stop = start + len(member.ops)
     return tuple(
         (i, slot)
         for i, op in enumerate(ops[start:stop], start)

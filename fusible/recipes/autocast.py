@@ -42,10 +42,10 @@ _thread = _Autocasts()
 def current_recipe(runner: Any = None) -> Recipe | None:
     """Return the recipe of the innermost enabled ``autocast`` on this thread, or None.
 
-    ``torch.utils.checkpoint`` runs a forward again inside backward, after its ``autocast`` has
-    ended and, on CUDA, on another thread. A ``runner``, whose ``forwards()`` gives a `Forward` of
-    each, equal ones once, gets the recipe of these there. Raises RuntimeError if it ran forwards
-    under several recipes: nothing then tells which is being repeated; ``keep_recipe`` does.
+    ``torch.utils.checkpoint`` runs a forward again inside the backward, after its ``autocast`` has
+    ended and, on CUDA, on another thread. There, the result is the recipe of the earlier forwards
+    of ``runner``, whose ``forwards()`` returns the set of their `Forward`. Raises RuntimeError if
+    these had several recipes: nothing then tells which is being repeated; ``keep_recipe`` does.
     """
     if runner is None or torch.compiler.is_compiling():
         return _thread.recipe

@@ -15,7 +15,7 @@ from fusible.extend import equal, multiple_of, register_rule, rule, this, unregi
 from fusible.fused import RULES
 from fusible.fuser.plan import check_facts
 from fusible.fuser.registry import check_names
-from fusible.fuser.schedule import Expected
+from fusible.fuser.user_steps import Expected
 from fusible.testing import assume_target
 
 
@@ -421,8 +421,9 @@ def test_what_is_right_runs_and_is_checked_once(own_fusions, monkeypatch):
     torch.testing.assert_close(y, torch.relu(x @ seq[0].weight.T))
     y.sum().backward()
     (run,) = seq.parts()
-    assert [schedule.diagnostics.expected for schedule in run._schedules.values()] == [{}]
-    monkeypatch.setattr("fusible.fuser.run.expected_of", None)
+    (schedule,) = run._schedules.values()
+    assert [step.run.expected for step in schedule.forward if step.is_users] == [None]
+    monkeypatch.setattr("fusible.fuser.run.expect_outputs", None)
     seq(x)
 
 

@@ -74,7 +74,10 @@ def test_of_a_sequential_split_by_ordinary_modules():
         "BasicLinear",
         "AddExtraInput",
     ]
-    assert [(f.start, f.stop) for _, f in plan.fusions] == [(0, 2), (3, 5)]
+    assert [(f.start, f.stop) for f in plan.of_phase("joint", "forward", "backward")] == [
+        (0, 2),
+        (3, 5),
+    ]
     assert len(plan.grad) == len(plan.basic_ops) == 5
 
 
