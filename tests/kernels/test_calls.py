@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fusible as fz
 from fusible import recipes
 from fusible.kernels import grouped
+from fusible.kernels.glu import Glu
 from fusible.library import define
 from fusible.recipes import quantize_ops
 from fusible.recipes.formats import fp8_block, mxfp8, nvfp4
@@ -234,6 +235,6 @@ def test_an_argument_that_an_op_does_not_have_is_refused():
     x, w = torch.randn(4, 8), torch.randn(1, 8, 8)
     ends = torch.tensor([4], dtype=torch.int32)
     with pytest.raises(TypeError, match="grouped_glu takes 9 arguments, got 10"):
-        grouped.grouped_glu(x, [w], ends, None, grouped.Glu(), None, True, None, None, fp8_block())
+        grouped.grouped_glu(x, [w], ends, None, Glu(), None, True, None, None, fp8_block())
     with pytest.raises(TypeError, match="grouped_wgrad has no argument out_type"):
         grouped.grouped_wgrad(x, x, ends, out_type=w.dtype)
