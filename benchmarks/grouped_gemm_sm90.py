@@ -15,7 +15,7 @@ import measuring
 import torch
 
 from fusible.kernels import grouped
-from fusible.kernels.grouped import Glu
+from fusible.kernels.glu import Glu
 
 # quack's best tiles, of 36 tried for each cell: rows x columns, ping-pong or cooperative,
 # cluster, dynamic scheduler. Columns: glu_keep, glu, fc2, dglu, dgrad1, wgrad1, wgrad2.

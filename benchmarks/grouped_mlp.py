@@ -31,7 +31,7 @@ from grouped_gemm_sm90 import quack_calls
 from torch import Tensor
 
 import fusible as fz
-from fusible.kernels.grouped import Glu
+from fusible.kernels.glu import Glu
 from fusible.kernels.sm90.grouped_products import cached_products
 from fusible.kernels.sm90.tiles import rows_bucket
 from fusible.testing import assume_target

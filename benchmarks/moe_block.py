@@ -36,7 +36,7 @@ from torch import Tensor
 
 import fusible as fz
 from fusible.kernels import grouped, moe
-from fusible.kernels.grouped import Glu
+from fusible.kernels.glu import Glu
 from fusible.kernels.quantize import k_major
 
 

@@ -56,7 +56,8 @@ from measuring import (
     write,
 )
 
-from fusible.kernels.grouped import Glu, definitions
+from fusible.kernels.glu import Glu
+from fusible.kernels.grouped import definitions
 from fusible.kernels.quantize.k_major import quantize_k_major
 from fusible.kernels.runtime.launch import load_kernel
 from fusible.kernels.sm90 import checked_products as ops

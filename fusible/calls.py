@@ -1,4 +1,20 @@
-"""How calls arrive: traced, transformed, through PyTorch's dispatcher, or directly."""
+"""How calls arrive: traced, transformed, through PyTorch's dispatcher, or directly.
+
+What the predicates give, of a plain CUDA tensor and without gradients unless they are named::
+
+                              is_traced  is_intercepted  is_fake  is_direct  may_cache
+    eager                     no         no              no       yes        yes
+    eager, gradients enabled  no         no              no       no         yes
+    CUDA graph capture        no         no              no       yes        no
+    torch function mode       no         no              no       no         yes
+    torch.func, forward AD    no         yes             no       no         yes
+    dispatch mode             yes        yes             no       no         yes
+    fake mode                 yes        yes             yes      no         no
+    torch.compile             yes        yes             -        no         no
+
+The last row is of code that Dynamo traces, which cannot call `is_fake`; the fake implementations of
+ops run in a fake mode.
+"""
 
 import sys
 from collections.abc import Sequence

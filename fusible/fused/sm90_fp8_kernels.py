@@ -24,7 +24,7 @@ from fusible.kernels.quantize.k_major import (
     KMajorOperands,
     ScaledMatrix,
     quantize_k_major,
-    stored_operand,
+    row_operand,
     transposed,
 )
 from fusible.kernels.quantize.saved_input import input_values
@@ -120,7 +120,7 @@ class Sm90Fp8Kernels(GroupedKernels):
             if rows:
                 stored = quantize_operand(x, recipe, role, *rows, ends=ends).row
                 assert stored is not None
-                operand = stored_operand(stored)
+                operand = row_operand(stored)
                 row, rows = ScaledMatrix(as_2d(operand.data), as_2d(operand.scale)), []
             if columnwise:
                 columns = quantize_operand(x, recipe, role, "wgrad", ends=ends)
@@ -309,6 +309,6 @@ def _weights_k_major(
     parts = zip(*[(row.data, row.scale) for row in rows if row], strict=True)
     # Not the stored tensors themselves, which what is cached must not keep.
     data, scale = [stacked([stack_weights([*of], of[0].dtype)]).detach() for of in parts]
-    row = stored_operand(QuantizedMatrix(data, scale, None, fmt), FP8_BLOCK)
+    row = row_operand(QuantizedMatrix(data, scale, None, fmt), FP8_BLOCK)
     column = ScaledMatrix(transposed(data), row.scale.mT) if columnwise else None
     return KMajorOperands(row, column)

@@ -69,7 +69,7 @@ class _Linear:
         return [(params[self.biases], *self.bias_layout)] if self.op.has_bias else []
 
     def first_bias(self, params: Sequence[Tensor]) -> Tensor | None:
-        """The biases as kernels take them, which lie one behind the other; None without."""
+        """The first bias, from whose address on the kernels read all of them; None without."""
         return params[self.biases.start] if self.op.has_bias else None
 
     def weights_to_save(self, params: Sequence[Tensor]) -> Sequence[Tensor | None]:

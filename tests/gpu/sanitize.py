@@ -22,7 +22,7 @@ from fusible import formulas
 from fusible.activations import UNARY
 from fusible.kernels import grouped, moe
 from fusible.kernels.dense import activation_bias_backward, rms_norm_backward
-from fusible.kernels.grouped import Glu
+from fusible.kernels.glu import Glu
 from fusible.kernels.moe import cuda as moe_kernels
 from fusible.kernels.moe.cuda import PeerRows
 from fusible.kernels.quantize.glu_backward import quantize_glu_backward

@@ -12,7 +12,8 @@ from sm90_in_tile import in_tile
 
 from fusible.activations import ACTIVATIONS
 from fusible.kernels import grouped
-from fusible.kernels.grouped import Glu, definitions
+from fusible.kernels.glu import Glu
+from fusible.kernels.grouped import definitions
 from fusible.kernels.quantize.glu_backward import quantize_glu_backward
 from fusible.kernels.quantize.k_major import quantize_k_major
 from fusible.kernels.sm90 import checked_products as ops

@@ -11,7 +11,7 @@ from sm90_in_tile import in_tile
 
 from fusible.activations import ACTIVATIONS
 from fusible.kernels import grouped
-from fusible.kernels.grouped import Glu
+from fusible.kernels.glu import Glu
 from fusible.kernels.grouped.vectors import launch_tile_sums
 from fusible.kernels.sm90 import checked_products as ops
 from fusible.kernels.sm90 import spec, tiles

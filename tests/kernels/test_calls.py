@@ -1,21 +1,25 @@
 """Ops are called directly where nothing is there to see the call, and through PyTorch elsewhere."""
 
+import re
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
+from unittest.mock import patch
 
 import pytest
 import reference as ref
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusible as fz
-from fusible import recipes
+from fusible import calls, recipes
 from fusible.kernels import grouped
+from fusible.kernels.glu import Glu
 from fusible.library import define
 from fusible.recipes import quantize_ops
 from fusible.recipes.formats import fp8_block, mxfp8, nvfp4
@@ -58,20 +62,58 @@ def note(seen, func):
 @pytest.fixture
 def direct(monkeypatch):
     """Names of the direct calls, of tensors that say they are on CUDA."""
-    calls = []
+    made = []
 
     def noted(function):
-        return lambda *given: calls.append(function.__name__) or function(*given)
+        return lambda *given: made.append(function.__name__) or function(*given)
 
     stand_in = Implementation(*[noted(function) for function in quantize_ops._by_formulas])
     monkeypatch.setattr(quantize_ops, "_on_cuda", stand_in)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
-    return calls
+    return made
 
 
 def round_trip(x):
     row, _ = quantize_matrix(x, FORMAT, rowwise=True, columnwise=False)
     return dequantize_matrix(row)
+
+
+PREDICATES = ("is_traced", "is_intercepted", "is_fake", "is_direct", "may_cache")
+_, _LINES = calls.__doc__.split(f"{'':30}{PREDICATES[0]}")
+TABLE = dict(re.findall(r"^ {4}(\S.*?) {2,}(.*)$", _LINES, re.MULTILINE))
+"""What each predicate gives, by where it is called."""
+SCOPES = {
+    "eager": nullcontext,
+    "eager, gradients enabled": torch.enable_grad,
+    "CUDA graph capture": lambda: patch.object(calls, "capturing", lambda: True),
+    "torch function mode": Called,
+    "torch.func, forward AD": forward_ad.dual_level,
+    "dispatch mode": Dispatched,
+    "fake mode": FakeTensorMode,
+}
+
+
+def answers(x, names):
+    return ["yes" if getattr(calls, n)(*[x] * (n == "is_direct")) else "no" for n in names]
+
+
+def test_the_table_of_predicates_is_right(direct):
+    x = torch.randn(4)
+    *scopes, compiled = TABLE
+    assert scopes == [*SCOPES]
+    with torch.no_grad():
+        for where in scopes:
+            with SCOPES[where]():
+                assert answers(x, PREDICATES) == TABLE[where].split(), where
+        found = []
+        torch.func.vmap(lambda t: found.append(answers(x, PREDICATES)) or t)(torch.ones(2))
+        assert found == [TABLE["torch.func, forward AD"].split()]
+        names = [name for name in PREDICATES if name != "is_fake"]
+        # Dynamo makes constants of the answers.
+        torch.compile(lambda t: (t + 1, found.append(answers(t, names))), backend="eager")(x)
+    want = TABLE[compiled].split()
+    assert want.pop(2) == "-"
+    assert found[1:] == [want]
 
 
 def test_nothing_stands_between(direct):
@@ -234,6 +276,6 @@ def test_an_argument_that_an_op_does_not_have_is_refused():
     x, w = torch.randn(4, 8), torch.randn(1, 8, 8)
     ends = torch.tensor([4], dtype=torch.int32)
     with pytest.raises(TypeError, match="grouped_glu takes 9 arguments, got 10"):
-        grouped.grouped_glu(x, [w], ends, None, grouped.Glu(), None, True, None, None, fp8_block())
+        grouped.grouped_glu(x, [w], ends, None, Glu(), None, True, None, None, fp8_block())
     with pytest.raises(TypeError, match="grouped_wgrad has no argument out_type"):
         grouped.grouped_wgrad(x, x, ends, out_type=w.dtype)

@@ -8,7 +8,8 @@ import torch
 
 import fusible as fz
 from fusible.kernels import grouped
-from fusible.kernels.grouped import Glu, definitions, pytorch
+from fusible.kernels.glu import Glu
+from fusible.kernels.grouped import definitions, pytorch
 from fusible.kernels.grouped.groups import row_groups
 from fusible.kernels.stacking import stacked
 from fusible.recipes.formats import fp8_block, fp8_tensor

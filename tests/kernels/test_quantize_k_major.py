@@ -9,7 +9,7 @@ from torch.library import opcheck
 from fusible.kernels.quantize.k_major import (
     chunks_per_pass,
     quantize_k_major,
-    stored_operand,
+    row_operand,
     transposed,
 )
 from fusible.kernels.quantize.spec import QuantizeSpec
@@ -109,7 +109,7 @@ def test_weights_have_the_same_elements_for_both_uses(shape, fmt):
     made, want = quantize_k_major(w, fmt, rowwise=True, columnwise=True), quantize(w, fmt)
     scale = for_blocks(want.scale, fmt, *[-(-size // 128) for size in shape[-2:]])
     ref.assert_same_bits(made.row[:2], [want.data, scale])
-    ref.assert_same_bits(stored_operand(want, 128)[:2], made.row[:2])
+    ref.assert_same_bits(row_operand(want, 128)[:2], made.row[:2])
     assert made.column.data.is_contiguous()
     ref.assert_same_bits(made.column[:2], [want.data.mT, scale.mT])
     ref.assert_same_bits([transposed(made.row.data)], [made.column.data])

@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fusible.kernels.grouped import Glu, bias_gradients
+from fusible.kernels.glu import Glu
+from fusible.kernels.grouped import bias_gradients
 from fusible.kernels.moe import cuda as moe_cuda
 from fusible.kernels.quantize import cuda, glu_backward, k_major
 from fusible.kernels.quantize.k_major import RowsToQuantize

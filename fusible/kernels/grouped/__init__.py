@@ -29,14 +29,10 @@ from torch import Tensor
 from fusible import flops
 from fusible.formulas import math_dtype
 from fusible.kernels import few_rows
-from fusible.kernels.glu import Glu
 from fusible.kernels.grouped import bias_gradients, definitions, groups, portable, pytorch
-from fusible.kernels.quantize import k_major
-from fusible.kernels.quantize.k_major import RowsToQuantize
 from fusible.kernels.sm90 import checked_products as sm90
 from fusible.library import define
-from fusible.recipes.formats import SAVED_INPUT, value_dtype
-from fusible.recipes.stored import StoredWeights
+from fusible.recipes.formats import value_dtype
 
 # --- groups ---------------------------------------------------------------------------------------
 
@@ -87,85 +83,44 @@ def grouped_mm(
     return y if out is None or y is out else out.copy_(y)
 
 
-# --- products with an activation ------------------------------------------------------------------
+# --- products with an activation, and with weights as they are stored -----------------------------
 
 
-def _grouped_glu_fake(x: Tensor, w: Sequence[Tensor], *rest: Any) -> tuple[Tensor, Tensor]:
-    _, _, glu, _, save_preact, _x_scale, _w_scale = rest
-    rows, features, dtype = x.shape[0], w[0].shape[-2], value_dtype(x.dtype)
-    preact = x.new_empty(rows if save_preact else 0, features, dtype=dtype)
-    return preact, x.new_empty(rows, features // glu.sides, dtype=dtype)
-
-
+# In terms of the other ops: where no kernel supports a call, and, by their fakes, on fake tensors.
+_composed_glu = partial(definitions.grouped_glu, product=_grouped_mm)
 grouped_glu = define(
     definitions.grouped_glu,
-    _grouped_glu_fake,
-    [sm90.grouped_glu, partial(definitions.grouped_glu, product=_grouped_mm)],
-    lambda x, w, *_: flops.product(x, w),
+    _composed_glu,
+    [sm90.grouped_glu, _composed_glu],
+    flops.product,
 )
-
-
-def _grouped_glu_quantized_fake(
-    x: Tensor, w: Sequence[Tensor], *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    *given, fmt, quantize_preact = rest
-    preact, out = _grouped_glu_fake(x, w, *given)
-    data, scale, *_ = k_major.outputs(RowsToQuantize(out), fmt, True, False)
-    preact_scale = scale.new_empty(0)
-    if quantize_preact:
-        rows = RowsToQuantize(preact)
-        preact, preact_scale, *_ = k_major.outputs(rows, SAVED_INPUT, True, False)
-    return preact, data, scale, preact_scale
-
-
+_composed_glu_quantized = partial(definitions.grouped_glu_quantized, product=grouped_glu)
 grouped_glu_quantized = define(
     definitions.grouped_glu_quantized,
-    _grouped_glu_quantized_fake,
-    [sm90.grouped_glu, partial(definitions.grouped_glu_quantized, product=grouped_glu)],
-    lambda x, w, *_: flops.product(x, w),
+    _composed_glu_quantized,
+    [sm90.grouped_glu, _composed_glu_quantized],
+    flops.product,
 )
-
-
-def _grouped_dglu_fake(
-    dy: Tensor,
-    w: Sequence[Tensor],
-    ends: Tensor,
-    preact: Tensor,
-    scales: Tensor | None,
-    glu: Glu,
-) -> tuple[Tensor, Tensor, Tensor]:
-    rows, columns = preact.shape
-    dscales = dy.new_empty(0, dtype=torch.float32) if scales is None else torch.empty_like(scales)
-    return preact.new_empty(rows, columns), preact.new_empty(rows, columns // glu.sides), dscales
-
-
+_composed_dglu = partial(definitions.grouped_dglu, product=_grouped_mm)
 grouped_dglu = define(
     definitions.grouped_dglu,
-    _grouped_dglu_fake,
-    [sm90.grouped_dglu, partial(definitions.grouped_dglu, product=_grouped_mm)],
+    _composed_dglu,
+    [sm90.grouped_dglu, _composed_dglu],
     lambda dy, w, ends, preact, *_: dy.numel() * preact.shape[1],
 )
-
-
-# --- products with weights as they are stored -----------------------------------------------------
-
-
-def _stored_glu_fake(x: Tensor, w: StoredWeights, *rest: Any) -> Tensor:
-    *_, glu, _bias = rest
-    return x.new_empty(x.shape[0], w.data[0].shape[-2] // glu.sides)
-
-
+_composed_stored_mm = partial(definitions.stored_mm, product=_grouped_mm)
 stored_mm = define(
     definitions.stored_mm,
-    lambda x, w, *_: x.new_empty(x.shape[0], w.data[0].shape[-2]),
-    [few_rows.grouped_mm, partial(definitions.stored_mm, product=_grouped_mm)],
+    _composed_stored_mm,
+    [few_rows.grouped_mm, _composed_stored_mm],
     flops.stored_product,
     name="grouped_mm_stored",
 )
+_composed_stored_glu = partial(definitions.stored_glu, product=grouped_glu)
 stored_glu = define(
     definitions.stored_glu,
-    _stored_glu_fake,
-    [few_rows.grouped_glu, partial(definitions.stored_glu, product=grouped_glu)],
+    _composed_stored_glu,
+    [few_rows.grouped_glu, _composed_stored_glu],
     flops.stored_product,
     name="grouped_glu_stored",
 )

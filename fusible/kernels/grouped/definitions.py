@@ -81,9 +81,10 @@ def grouped_mm(
     ``[E, N]``, ``row_scale`` has one value for each row. FP8 operands are ``x`` ``[M, K]`` with
     ``x_scale`` ``[M, ceil(K / 128)]`` and ``w`` with ``w_scale``
     ``[E, ceil(N / 128), ceil(K / 128)]``, not transposed. ``out`` is memory for the result, of its
-    shape and dtype, which implementations may leave alone. ``reads_ahead``, which as ``zero_tail``
-    a direct call takes, promises that the kernel ahead on the stream writes neither ``w`` nor
-    ``ends``, which may be read before it has ended.
+    shape and dtype, which implementations may leave alone. ``zero_tail`` and ``reads_ahead`` are
+    arguments of direct calls. Without the first, rows past the last group's end may be anything.
+    The second promises that the kernel ahead on the stream writes neither ``w`` nor ``ends``, which
+    may be read before it has ended.
     """
     check_scale_pair(x_scale, w_scale)
     if x_scale is not None and w_scale is not None:

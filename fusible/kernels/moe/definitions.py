@@ -78,7 +78,7 @@ def scatter_rows(
 
     ``x`` ``[T, H]``, ``row_map`` ``[T, k]``, weights by choice ``[T, k]`` or by row ``[rows]``.
     Also gives weights by choice as ``[rows]``, zero elsewhere (empty where there are none).
-    Without ``zero_tail``, which a direct call takes, ``out`` may be anything elsewhere.
+    Without ``zero_tail``, an argument of direct calls, ``out`` may be anything elsewhere.
     """
     choice, live = _choices(row_map, rows)
     out = x[choice // row_map.shape[1]]
@@ -103,7 +103,7 @@ def gather_sum(
 
     ``rows`` ``[M, H]``, weights by choice ``[T, k]`` or by row ``[M]``. Also gives ``values``
     ``[M]`` by choice, ``[T, k]``, zero where not computed (empty where there are none).
-    ``reads_ahead``, which a direct call takes, promises that the kernel ahead on the stream does
+    ``reads_ahead``, an argument of direct calls, promises that the kernel ahead on the stream does
     not write ``row_map``, which may be read before it has ended.
     """
     wide = math_dtype(rows.dtype)

@@ -132,9 +132,9 @@ def quantize_glu_backward(
             f"pre-activation of shape {tuple(preact.shape)}, got {tuple(dy.shape)} and {of_scales}"
         )
     wanted = GluBackwardUses(act_format is not None, rowwise, columnwise, values)
-    # An op has no optional format.
     stored_scale = None if preact_scale is None else preact_scale.t()
     inputs = GluBackwardInputs(dy, preact, scales, ends, stored_scale)
+    # The op's schema cannot express an optional format, so `fmt` stands in.
     made = GluBackwardPieces(*glu_backward_pieces(inputs, glu, fmt, act_format or fmt, wanted))
     operands = k_major.as_operands(made[:5], fmt, rowwise, columnwise, True)
     act = None

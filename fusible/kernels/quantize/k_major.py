@@ -8,6 +8,18 @@ groups of them begin at multiples of 128, with zeros between. The op's definitio
 
 An index may say which row of the input each row is: then rows are gathered while they are
 quantized, and are not written in high precision.
+
+What holds the results, "as written" being the layout in which kernels write them: see the fields::
+
+                    made by                          layout                      read by
+    KMajorPieces    the op, `launch_quantize`        as written, both uses       `as_operands`
+    StoredOperand   callers of these ops, of pieces  as written, one use         unchecked launches
+    ScaledMatrix    `row` and `column` of these,     as the library ops of       those ops and their
+                    `row_operand`                    products take it: views     definitions
+    KMajorOperands  `quantize_k_major`               a ScaledMatrix of each use  fused ops
+    GluGradients    `quantize_glu_backward`          these, other gradients      fused ops
+
+Unchecked launches (`fused.fp8_fast_path`) take no views, which cost host time.
 """
 
 from __future__ import annotations
@@ -43,7 +55,10 @@ from fusible.recipes.quantization import check_group_ends, check_input, quantize
 
 
 class ScaledMatrix(NamedTuple):
-    """FP8 elements and their FP32 scales, as products reduced over the last dimension read them."""
+    """FP8 elements and their FP32 scales, as library ops of products take them.
+
+    For the layouts see `KMajorOperands`.
+    """
 
     data: Tensor
     scale: Tensor
@@ -184,7 +199,7 @@ def _pads_groups(fmt: NumberFormat, grouped: bool) -> bool:
     return fmt.directional or grouped
 
 
-def stored_operand(matrix: QuantizedMatrix, rows_per_scale: int = 1) -> ScaledMatrix:
+def row_operand(matrix: QuantizedMatrix, rows_per_scale: int = 1) -> ScaledMatrix:
     """The row-wise form, with a scale for each ``rows_per_scale`` rows and 128 columns."""
     data, scale, _, fmt, _, ends = matrix
     if fmt.block is None:

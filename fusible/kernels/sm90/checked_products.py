@@ -25,7 +25,7 @@ from fusible.kernels.sm90.grouped_products import (
     cached_products,
     scales_by_reduction,
 )
-from fusible.kernels.sm90.launch import NO_SCALES
+from fusible.kernels.sm90.launch import NO_SCALES, OperandScales
 from fusible.kernels.sm90.operands import (
     Matrices,
     as_matrix,
@@ -62,8 +62,7 @@ class _Operands(NamedTuple):
     address: int
     table: int
     products: WeightProducts
-    scales: tuple[int, ...] = NO_SCALES
-    """Addresses and strides of the scales of FP8 operands, as a launch reads them."""
+    scales: OperandScales = NO_SCALES
 
 
 def _operands(
@@ -130,7 +129,8 @@ def _scaled_operands(
     for_rows, layout_of = tiles.rows_bucket(rows, groups), (shape, weight.stride(), False)
     products = cached_products(x.device, x.dtype, *layout_of, for_rows, weight.dtype)
     assert products is not None
-    scales = x_scale.data_ptr(), w_scale.data_ptr(), *x_scale.stride(), *w_scale.stride()
+    addresses = x_scale.data_ptr(), w_scale.data_ptr()
+    scales = OperandScales(*addresses, *x_scale.stride(), *w_scale.stride())
     w = w if weight is w[0] else [weight]  # `grouped_mm` tells a copy by the list
     return _Operands(x, 0, w, shape, weight.data_ptr(), 0, products, scales)
 
@@ -307,8 +307,7 @@ class _GradientOperands(NamedTuple):
     x: Tensor
     products: WeightProducts
     pitches: tuple[int, int] = (0, 0)
-    scales: tuple[int, ...] = NO_SCALES
-    """See `_Operands`."""
+    scales: OperandScales = NO_SCALES
     scale_tensors: tuple[Tensor, ...] = ()
     """The tensors behind the addresses of the scales, which may be copies."""
 

@@ -17,7 +17,7 @@ from fusible.kernels.grouped.vectors import launch_tile_sums
 from fusible.kernels.runtime.gpu import multiprocessors
 from fusible.kernels.runtime.launch import TENSOR_TYPES
 from fusible.kernels.sm90 import limits, tiles
-from fusible.kernels.sm90.launch import NO_SCALES, Launch
+from fusible.kernels.sm90.launch import NO_SCALES, Launch, OperandScales
 from fusible.kernels.sm90.operands import (
     DTYPE_NAMES,
     Matrices,
@@ -67,12 +67,25 @@ class WeightProducts:
         self._a_dtype, self._b_dtype = DTYPE_NAMES[dtype], DTYPE_NAMES[b_dtype or dtype]
         self._groups, self._columns, self._depth = shape
         self._layouts = [layout(shape, strides, turned, not separate) for turned in (False, True)]
-        self._launches: dict[tuple, Launch] = {}
+        # One launch for each combination of arguments.
+        self._rows_launch = functools.cache(self._make_rows_launch)
+        self._wgrad_launch = functools.cache(self._make_wgrad_launch)
 
-    def _rows_launch(self, *key: Any) -> Launch:
-        """The launch of a product of rows with that key among those of this weight, made once."""
-        kind, transpose, bias, scale, glu, save_preact, *rest = key
-        pitch, preact_pitch, out_format, quantize_preact, reads_ahead = rest
+    def _make_rows_launch(
+        self,
+        kind: str,
+        transpose: bool = False,
+        bias: bool = False,
+        scale: torch.dtype | None = None,
+        glu: Glu | None = None,
+        save_preact: bool = False,
+        pitch: int = 0,
+        preact_pitch: int = 0,
+        out_format: NumberFormat | None = None,
+        quantize_preact: bool = False,
+        reads_ahead: bool = False,
+    ) -> Launch:
+        """The launch of a product of rows; ``scale`` is the dtype of the scales of rows."""
         if scale is not None and not is_row_scale(scale):
             raise ValueError(f"scales must be a float tensor, got {scale}")
         weight = self._layouts[transpose]
@@ -85,73 +98,52 @@ class WeightProducts:
         tile = tiles.choose(kind, *sizes, *needed, out_format is not None)
         paired, stripe = (False, 0) if glu is None else _stripes(kind, tile, glu)
         spec = Spec(
-            kind,
-            tile,
-            dtype=self._a_dtype,
-            b_dtype=self._b_dtype if self._is_fp8 else "",
-            b_scale_layout="blocks" if self._is_fp8 else "",
-            weight_major=weight.major,
-            table=self._separate,
-            bias=bias,
-            row_scale=DTYPE_NAMES[scale] if scale else "",
-            activation=activation,
-            stripe=stripe,
-            paired=paired,
+            kind, tile, dtype=self._a_dtype, b_dtype=self._b_dtype if self._is_fp8 else "",
+            b_scale_layout="blocks" if self._is_fp8 else "", weight_major=weight.major,
+            table=self._separate, bias=bias, row_scale=DTYPE_NAMES[scale] if scale else "",
+            activation=activation, stripe=stripe, paired=paired,
             save_preact=save_preact and not quantize_preact,
             quantize_preact=save_preact and quantize_preact,
-            out_format=out_format,
-            out_dtype=DTYPE_NAMES[self.value_dtype],
-        )
+            out_format=out_format, out_dtype=DTYPE_NAMES[self.value_dtype],
+        )  # fmt: skip
         spec = spec._replace(reads_ahead=reads_ahead and spec.can_read_ahead)
-        launch = self._launches[key] = Launch(
-            spec,
-            self._device,
-            columns,
-            weight.depth,
-            self._groups,
-            a_pitch=pitch or weight.depth,
-            b_pitch=weight.pitch,
-            b_group_pitch=weight.group_pitch,
+        return Launch(
+            spec, self._device, columns, weight.depth, self._groups,
+            a_pitch=pitch or weight.depth, b_pitch=weight.pitch, b_group_pitch=weight.group_pitch,
             out_pitch=columns,
             preact_pitch=preact_pitch or sides * columns if kind in BACKWARD else 0,
             d_preact_pitch=0 if glu is None else sides * columns,
             glu_layout=(1, 0) if glu is None else _glu_layout(glu, columns),
             constants=(0.0, 0.0, 0.0) if glu is None else glu[2:],
-        )
-        return launch
+        )  # fmt: skip
 
-    def _wgrad_launch(self, *key: Any) -> Launch:
-        """The launch of a weight gradient with that key, made once.
+    def _make_wgrad_launch(
+        self,
+        columns: int,
+        depth: int,
+        pitches: tuple[int, int],
+        out: tuple[tuple[int, ...], torch.dtype, bool] | None,
+        accumulate: bool,
+        same_scale: bool,
+    ) -> Launch:
+        """The launch of a weight gradient.
 
         ``out`` are strides, dtype and whether matrices are separate. With ``same_scale`` the
         columns of FP8 operand B share the scale of a block of rows.
         """
-        columns, depth, pitches, out, accumulate, same_scale = key
         dense = (columns * depth, depth, 1), self.value_dtype, False
         strides, out_dtype, separate = out or dense
         sizes = self._rows, self._groups, columns, depth, self._multiprocessors
         spec = Spec(
-            "wgrad",
-            tiles.choose("wgrad", *sizes, "k", 0, False, "", self._is_fp8),
-            dtype=self._a_dtype,
-            b_dtype=self._b_dtype if self._is_fp8 else "",
+            "wgrad", tiles.choose("wgrad", *sizes, "k", 0, False, "", self._is_fp8),
+            dtype=self._a_dtype, b_dtype=self._b_dtype if self._is_fp8 else "",
             b_scale_layout=("blocks" if same_scale else "rows") if self._is_fp8 else "",
-            table=separate,
-            out_dtype=DTYPE_NAMES[out_dtype],
-            accumulate=accumulate,
-        )
-        launch = self._launches[key] = Launch(
-            spec,
-            self._device,
-            columns,
-            depth,
-            self._groups,
-            a_pitch=pitches[0] or columns,
-            b_pitch=pitches[1] or depth,
-            b_group_pitch=strides[0],
-            out_pitch=strides[1],
-        )
-        return launch
+            table=separate, out_dtype=DTYPE_NAMES[out_dtype], accumulate=accumulate,
+        )  # fmt: skip
+        return Launch(
+            spec, self._device, columns, depth, self._groups, a_pitch=pitches[0] or columns,
+            b_pitch=pitches[1] or depth, b_group_pitch=strides[0], out_pitch=strides[1],
+        )  # fmt: skip
 
     def forward(
         self,
@@ -164,7 +156,7 @@ class WeightProducts:
         transpose: bool = False,
         table: int = 0,
         pitch: int = 0,
-        operand_scales: tuple[int, ...] = NO_SCALES,
+        operand_scales: OperandScales = NO_SCALES,
         zero_tail: bool = True,
         reads_ahead: bool = False,
     ) -> Tensor:
@@ -172,9 +164,9 @@ class WeightProducts:
         if bias is None:
             row_scale = None  # it multiplies the bias only
         scale = None if row_scale is None else row_scale.dtype
-        options = bias is not None, scale, None, False, pitch, 0, None, False, reads_ahead
-        key = "store", transpose, *options
-        launch = self._launches.get(key) or self._rows_launch(*key)
+        launch = self._rows_launch(
+            "store", transpose, bias is not None, scale, pitch=pitch, reads_ahead=reads_ahead
+        )
         y = out
         if y is None:
             columns = self._depth if transpose else self._columns
@@ -184,8 +176,7 @@ class WeightProducts:
 
     def dgrad(self, dy: Tensor, w: int, ends: Tensor) -> Tensor:
         """`grouped_mm` with ``transpose_w``."""
-        key = "store", True, False, None, None, False, 0, 0, None, False, False
-        launch = self._launches.get(key) or self._rows_launch(*key)
+        launch = self._rows_launch("store", transpose=True)
         dx = dy.new_empty(dy.shape[0], self._depth)
         launch(dy, w, dx.data_ptr(), ends)
         return dx
@@ -201,7 +192,7 @@ class WeightProducts:
         save_preact: bool = True,
         table: int = 0,
         pitch: int = 0,
-        operand_scales: tuple[int, ...] = NO_SCALES,
+        operand_scales: OperandScales = NO_SCALES,
         zero_tail: bool = True,
         out_format: NumberFormat | None = None,
         quantize_preact: bool = False,
@@ -211,9 +202,10 @@ class WeightProducts:
         None for the scales of a pre-activation that is not quantized.
         """
         scale, kind = None if scales is None else scales.dtype, FORWARD[glu.sides - 1]
-        rest = save_preact, pitch, 0, out_format, quantize_preact, False
-        key = kind, False, bias is not None, scale, glu, *rest
-        launch = self._launches.get(key) or self._rows_launch(*key)
+        launch = self._rows_launch(
+            kind, False, bias is not None, scale, glu, save_preact, pitch,
+            out_format=out_format, quantize_preact=quantize_preact,
+        )  # fmt: skip
         rows, columns, dtype = x.shape[0], self._columns, self.value_dtype
         kept, features = rows if save_preact else 0, columns // glu.sides
         of_preact = SAVED_INPUT.element.dtype if quantize_preact else dtype
@@ -251,8 +243,9 @@ class WeightProducts:
         """`grouped_dglu`; ``overwrite`` is for a contiguous pre-activation."""
         scale = None if scales is None else scales.dtype
         kind = BACKWARD[glu.sides - 1]
-        key = kind, True, False, scale, glu, False, pitch, preact_pitch, None, False, False
-        launch = self._launches.get(key) or self._rows_launch(*key)
+        launch = self._rows_launch(
+            kind, True, scale=scale, glu=glu, pitch=pitch, preact_pitch=preact_pitch
+        )
         rows = dy.shape[0]
         # A block of pre-activations is read once, by the warps that then write its gradient.
         d_preact = preact if overwrite else torch.empty_like(preact)
@@ -278,7 +271,7 @@ class WeightProducts:
         out_dtype: torch.dtype | None = None,
         accumulate: bool = False,
         pitches: tuple[int, int] = (0, 0),
-        operand_scales: tuple[int, ...] = NO_SCALES,
+        operand_scales: OperandScales = NO_SCALES,
     ) -> Tensor | None:
         """`grouped_wgrad`, of ``dy`` and ``x``, or the other way round for its transpose.
 
@@ -287,9 +280,8 @@ class WeightProducts:
         columns, depth, into = a.shape[1], b.shape[1], None
         if out is not None:
             into = out.strides, out_dtype, out.pointers is not None
-        same_scale = operand_scales[-2] == 0  # the distance of those of two columns
-        key = columns, depth, pitches, into, accumulate, same_scale
-        launch = self._launches.get(key) or self._wgrad_launch(*key)
+        same_scale = operand_scales.b_pitch == 0
+        launch = self._wgrad_launch(columns, depth, pitches, into, accumulate, same_scale)
         if out is not None:
             address, table, dw = out.address, out.table(self._device), None
         else:
@@ -373,21 +365,19 @@ def products_by_rows(
     return lambda rows: for_bucket(tiles.rows_bucket(rows, groups))
 
 
-def scales_by_row(x_scale: Tensor, w_scale: Tensor) -> tuple[int, ...]:
-    """``operand_scales`` of FP8 rows, as stored, and weights.
-
-    ``x_scale`` is ``[blocks, rows]``, or ``[rows]``.
-    """
+def scales_by_row(x_scale: Tensor, w_scale: Tensor) -> OperandScales:
+    """Those of FP8 weights and rows, as stored: ``x_scale`` is ``[blocks, rows]`` or ``[rows]``."""
     of_blocks = x_scale.stride(0) if x_scale.dim() == 2 else 0
-    return x_scale.data_ptr(), w_scale.data_ptr(), 1, of_blocks, *w_scale.stride()
+    return OperandScales(x_scale.data_ptr(), w_scale.data_ptr(), 1, of_blocks, *w_scale.stride())
 
 
-def scales_by_reduction(dy_scale: Tensor, x_scale: Tensor) -> tuple[int, ...]:
-    """``operand_scales`` of a weight gradient: of scales ``[blocks, columns]``, or ``[blocks]``."""
+def scales_by_reduction(dy_scale: Tensor, x_scale: Tensor) -> OperandScales:
+    """Those of a weight gradient, of scales ``[blocks, columns]`` or ``[blocks]``."""
     (dy_block, dy_pitch), (x_block, x_pitch) = [
         scale.stride() if scale.dim() == 2 else (1, 0) for scale in (dy_scale, x_scale)
     ]
-    return dy_scale.data_ptr(), x_scale.data_ptr(), dy_pitch, dy_block, 0, x_pitch, x_block
+    addresses = dy_scale.data_ptr(), x_scale.data_ptr()
+    return OperandScales(*addresses, dy_pitch, dy_block, 0, x_pitch, x_block)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -1,5 +1,7 @@
 """The SM90 kernels: a launch with the arguments that stay the same."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,25 @@ from fusible.kernels.runtime.workspaces import zeroed_counter
 from fusible.kernels.sm90.spec import Spec
 
 _GPU = "sm_90a"
-NO_SCALES = (0,) * 7
+
+
+class OperandScales(NamedTuple):
+    """Scales of FP8 operands A and B, the last arguments of `GroupedGemm`.
+
+    Addresses, and the distances, in scales, from one row, block of the reduction or group to the
+    next.
+    """
+
+    a: int = 0
+    b: int = 0
+    a_pitch: int = 0
+    a_block: int = 0
+    b_group: int = 0
+    b_pitch: int = 0
+    b_block: int = 0
+
+
+NO_SCALES = OperandScales()
 
 
 class Launch:
@@ -61,7 +81,7 @@ class Launch:
         bias: Tensor | None = None,
         scales: Tensor | None = None,
         table: int = 0,
-        operand_scales: tuple[int, ...] = NO_SCALES,
+        operand_scales: OperandScales = NO_SCALES,
         zero_tail: bool = True,
         *,
         preact: int = 0,
@@ -71,8 +91,9 @@ class Launch:
         """Launch the kernel on the device's current stream, unless there are no rows.
 
         ``b``, ``out``, ``table``, ``preact``, ``d_preact`` and ``row_results`` are addresses.
-        ``operand_scales``, of FP8 operands: see `GroupedGemm`, from ``a_scales`` on. Without
-        ``zero_tail`` the rows past the last group are not written.
+        ``preact`` is what a backward reads; a forward with `Spec.quantize_preact` writes the scales
+        of its pre-activation there. Without ``zero_tail`` the rows past the last group are not
+        written.
         """
         rows = a.shape[0]
         if rows == 0:

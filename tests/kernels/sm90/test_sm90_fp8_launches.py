@@ -5,7 +5,8 @@ import torch
 from sm90_launches import sm90_on_cpu
 
 from fusible.kernels import grouped
-from fusible.kernels.grouped import Glu, definitions
+from fusible.kernels.glu import Glu
+from fusible.kernels.grouped import definitions
 from fusible.kernels.sm90 import checked_products as ops
 from fusible.recipes.formats import E5M2 as E5M2_ELEMENT
 from fusible.recipes.formats import fp8_block, fp8_tensor

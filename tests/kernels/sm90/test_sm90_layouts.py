@@ -12,7 +12,7 @@ from sm90_launches import sm90_on_cpu
 
 import fusible as fz
 from fusible.kernels import grouped
-from fusible.kernels.grouped import Glu
+from fusible.kernels.glu import Glu
 from fusible.kernels.sm90 import checked_products
 from fusible.recipes import product as recipes_product
 from fusible.testing import assume_target

@@ -12,7 +12,7 @@ from sm90_launches import forget_launches, load_kernels, take_cpu_tensors
 
 import fusible as fz
 from fusible.fuser import run as fuser_run
-from fusible.kernels.grouped import Glu
+from fusible.kernels.glu import Glu
 from fusible.kernels.runtime import workspaces
 from fusible.kernels.sm90 import checked_products, grouped_products, tiles
 from fusible.testing import assume_target

@@ -10,7 +10,8 @@ from sm90_launches import sm90_on_cpu
 import fusible as fz
 from fusible import versions
 from fusible.kernels import grouped
-from fusible.kernels.grouped import Glu, definitions, pytorch
+from fusible.kernels.glu import Glu
+from fusible.kernels.grouped import definitions, pytorch
 from fusible.kernels.sm90 import checked_products, grouped_products, limits, operands
 from fusible.testing import assume_target
 from fusible.versions import CUTLASS_DSL, Version

@@ -10,7 +10,7 @@ import pytest
 import torch
 from sm90_launches import forget_launches, load_kernels, take_cpu_tensors
 
-from fusible.kernels.grouped import Glu
+from fusible.kernels.glu import Glu
 from fusible.kernels.runtime.launch import load_kernel
 from fusible.kernels.sm90 import checked_products as ops
 
