@@ -56,7 +56,7 @@ def _linear_glu(
     linear.output_buffer(ctx, x)  # none: it is not the last op
     kernels = call.kernels
     prepared = kernels.row_scales(call, scales)
-    operand = kernels.prepare_rows(call, rows, "input", linear.input_products(ctx))
+    operand = kernels.prepare_rows(call, rows, "input", linear.input_uses(ctx))
     weights, backward_weights = kernels.weights(call)
     activated = kernels.glu(call, act, operand.row, weights, prepared, ctx_act.requires_grad)
     linear.save(call, operand.column, None, backward_weights)

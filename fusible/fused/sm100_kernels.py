@@ -35,8 +35,8 @@ from fusible.ops.grouped_kernels import (
 from fusible.ops.matrices import buffer_rows
 from fusible.ops.weights import quantize_weights, stack_weights
 from fusible.ops.wgrad import WeightGradient
-from fusible.recipes.matrix import Operand, OperandData, restored_data, saved_data
-from fusible.recipes.product import ProductKind, is_quantized, quantize_operand
+from fusible.recipes.matrix import Operand, OperandData, Uses, restored_data, saved_data
+from fusible.recipes.product import is_quantized, quantize_operand
 from fusible.recipes.recipe import Recipe, Role
 from fusible.recipes.tensor import QuantizedTensor
 
@@ -75,7 +75,7 @@ class Sm100Kernels(GroupedKernels):
         call: LinearCall,
         x: Any,
         role: Role,
-        products: Sequence[ProductKind],
+        uses: Uses,
         row_scale: Tensor | None = None,
     ) -> GroupedOperand:
         """Padded rows; of a gradient with the sums for the bias, where one pass makes both."""
@@ -98,14 +98,12 @@ class Sm100Kernels(GroupedKernels):
             options["sums"] = torch.bfloat16 if ctx.bias_dtype == torch.bfloat16 else torch.float32
             options["row_scale"] = row_scale
         if fmt is None or is_quantized(x):
-            packed = operands.pack(_quantized(x, ctx, role, products, ends), padded)
+            packed = operands.pack(_quantized(x, ctx, role, uses, ends), padded)
             return GroupedOperand(
                 packed.data_for(columnwise=False), packed.data_for(columnwise=True)
             )
-        columnwise = "wgrad" in products
-        rowwise = len(products) > columnwise
-        uses = QuantizeOptions(rowwise, columnwise, **options)
-        packed, sums = operands.quantize(x, fmt, ends, padded, uses)
+        wanted = QuantizeOptions(uses.row, uses.column, **options)
+        packed, sums = operands.quantize(x, fmt, ends, padded, wanted)
         return GroupedOperand(packed.row, packed.column, sums)
 
     def weights(self, call: LinearCall) -> tuple[Sequence[OperandData], Sequence[OperandData]]:
@@ -231,29 +229,23 @@ def _recipe(ctx: OperationContext) -> Recipe:
     return ctx.recipe or _HIGH_PRECISION
 
 
-def _quantized(
-    x: Tensor, ctx: OperationContext, role: Role, products: Sequence[ProductKind], ends: Tensor
-) -> Operand:
+def _quantized(x: Tensor, ctx: OperationContext, role: Role, uses: Uses, ends: Tensor) -> Operand:
     """Rows for products, quantized in PyTorch or by the caller."""
     recipe = _recipe(ctx)
-    if not isinstance(x, QuantizedTensor) or "wgrad" not in products:
-        return quantize_operand(x, recipe, role, *products, ends=ends)
+    if not isinstance(x, QuantizedTensor) or not uses.column:
+        return quantize_operand(x, recipe, role, uses, ends)
     # Quantized as a whole, so that its column-wise blocks cross the groups: those are made anew.
-    others = [product for product in products if product != "wgrad"]
-    columns = quantize_operand(x.dequantize(), recipe, role, "wgrad", ends=ends)
-    return columns._replace(row=quantize_operand(x, recipe, role, *others).row)
+    columns = quantize_operand(x.dequantize(), recipe, role, Uses(column=True), ends)
+    return columns._replace(row=quantize_operand(x, recipe, role, Uses(row=uses.row)).row)
 
 
 def quantize_weights_sm100(
-    weights: list[Tensor], recipe: Recipe, dtype: torch.dtype, products: Sequence[ProductKind]
+    weights: list[Tensor], recipe: Recipe, dtype: torch.dtype, uses: Uses
 ) -> list[Operand]:
     """Weights as the kernels read them for the forward and, if asked, the data gradient."""
     fmt = recipe.format("weight")
     assert fmt is not None
     if operands.in_one_pass(weights, fmt):
-        return [
-            operands.quantize_packed_weights(
-                stack_weights(weights, dtype), fmt, "dgrad" in products
-            )
-        ]
-    return operands.pack_weights(quantize_weights(weights, recipe, dtype, products))
+        weight = stack_weights(weights, dtype)
+        return [operands.quantize_packed_weights(weight, fmt, uses.column)]
+    return operands.pack_weights(quantize_weights(weights, recipe, dtype, uses))

@@ -30,10 +30,11 @@ from fusible.recipes.matrix import (
     TENSORS_PER_OPERAND,
     OperandData,
     QuantizedMatrix,
+    Uses,
     restored_data,
     saved_data,
 )
-from fusible.recipes.product import ProductKind, backward_operand, operand_values, quantize_operand
+from fusible.recipes.product import backward_operand, operand_values, quantize_operand
 from fusible.recipes.quantize_ops import compute_dtype, dequantize_matrix
 from fusible.recipes.recipe import Recipe, Role
 from fusible.recipes.stored import StoredWeights
@@ -171,10 +172,13 @@ class GroupedKernels:
         call: LinearCall,
         x: Any,
         role: Role,
-        products: Sequence[ProductKind],
+        uses: Uses,
         row_scale: Tensor | None = None,
     ) -> GroupedOperand:
-        """``x`` as the operand ``role`` of ``products``, quantized by group if the recipe says so.
+        """``x`` as the operand ``role``, quantized by group if the recipe says so.
+
+        Needed are `GroupedOperand.row` if ``uses.row``, and `GroupedOperand.column` if
+        ``uses.column``.
 
         ``x`` is ``[rows, features]`` in ``ctx.dtype``, or quantized, or an output of `glu` or
         `dglu`, or `GatheredRows`, or without a backward `QuantizedRows`. ``row_scale`` ``[rows]``
@@ -183,15 +187,11 @@ class GroupedKernels:
         ctx = call.ctx
         if not ctx.quantizes:
             return GroupedOperand(x, x)
-        # An input's column-wise form is saved for the backward, quantized.
-        as_values = ("forward",) if role == "input" else products
-        quantized = quantize_operand(
-            x, ctx.recipe, role, *products, ends=call.ends, as_values=as_values
-        )
-        compute, row = compute_dtype(x.device), None
-        for product in ("forward", "dgrad"):
-            if product in products:
-                row = operand_values(quantized, product, role, compute)
+        read = Uses(row_values=uses.row, column_values=uses.column)
+        if role == "input":  # whose column-wise form is saved for the backward, quantized
+            read = Uses(row_values=uses.row, column=uses.column)
+        quantized = quantize_operand(x, ctx.recipe, role, read, call.ends)
+        row = operand_values(quantized, compute_dtype(x.device)) if uses.row else None
         if ctx.recipe.backward_override is not None and row is not None:
             return GroupedOperand(row, backward_operand(x, row, ctx.recipe, ctx.dtype))
         return GroupedOperand(row, quantized.data_for(columnwise=True))
@@ -226,7 +226,7 @@ class GroupedKernels:
         if keeps_stored and all([w.row is not None and w.row_values is None for w in quantized]):
             return [w.row for w in quantized], ()
         compute = compute_dtype(ctx.parameters[0].device)
-        matrices = [operand_values(w, "forward", "weight", compute) for w in quantized]
+        matrices = [operand_values(w, compute) for w in quantized]
         if override is None:
             return matrices, [w.data_for(columnwise=True) for w in quantized]
         if override == "high_precision":
@@ -354,7 +354,7 @@ class GroupedKernels:
         output: Any = recomputed if second.lacks_x else None
         if output is not None and ctx.quantizes:
             rows = cast(recomputed, ctx.dtype)
-            output = self.prepare_rows(call, rows, "input", ("wgrad",)).column
+            output = self.prepare_rows(call, rows, "input", Uses(column=True)).column
         return ActivationGrads(cast(dpreact, ctx.dtype), output, dscales, None)
 
 

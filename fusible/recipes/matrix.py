@@ -111,13 +111,14 @@ def shapes_of(
 
 
 class Uses(NamedTuple):
-    """The outputs of a quantization: for each use the quantized matrix, its values, or both.
+    """The uses of an operand: for each, whether the quantized matrix, its values or both are read.
 
-    Values are in ``compute_dtype``.
+    Row-wise by products that reduce the columns, column-wise by those that reduce the rows. Values
+    are in ``compute_dtype``.
     """
 
-    row: bool
-    column: bool
+    row: bool = False
+    column: bool = False
     row_values: bool = False
     column_values: bool = False
 

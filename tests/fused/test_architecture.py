@@ -26,7 +26,7 @@ class Batched(GroupedKernels):
     def restored_groups(self, ends, saved, num_rows):
         return self.groups(None, ends, num_rows)
 
-    def prepare_rows(self, call, x, role, products, row_scale=None):
+    def prepare_rows(self, call, x, role, uses, row_scale=None):
         batch = x * call.groups[..., None]
         return GroupedOperand(batch, batch)
 
