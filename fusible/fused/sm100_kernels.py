@@ -27,15 +27,13 @@ from fusible.ops.grouped_kernels import (
     GroupedKernels,
     GroupedOperand,
     LinearCall,
-    Saved,
     SavedLinear,
     glu_of,
-    per_operand,
 )
 from fusible.ops.matrices import buffer_rows
 from fusible.ops.weights import quantize_weights, stack_weights
 from fusible.ops.wgrad import WeightGradient
-from fusible.recipes.matrix import Operand, OperandData, Uses, restored_data, saved_data
+from fusible.recipes.matrix import Operand, OperandData, QuantizedMatrix, Uses
 from fusible.recipes.product import is_quantized, quantize_operand
 from fusible.recipes.recipe import Recipe, Role
 from fusible.recipes.tensor import QuantizedTensor
@@ -48,7 +46,6 @@ class Sm100Kernels(GroupedKernels):
         "x as the weight gradient reads it, end rows and padding of the groups, row scales, "
         "weights as the data gradient reads them"
     )
-    num_saved_groups = 2
     saves_input = False  # but padded groups
 
     def multiplies(self, recipe: Recipe, *ops: Any) -> str:
@@ -59,16 +56,6 @@ class Sm100Kernels(GroupedKernels):
         """Each group padded to whole 256 rows, unless the caller promises that they are."""
         aligned = linear.split_alignment % limits.GROUP_ROWS == 0
         return padding.pad_groups(ends, num_rows, aligned)
-
-    def saved_groups(self, groups: PaddedGroups) -> Saved:
-        """The padded end rows, and where each row goes."""
-        return groups.ends, groups.rows
-
-    def restored_groups(self, ends: Tensor, saved: Sequence[Any], num_rows: int) -> PaddedGroups:
-        """See `GroupedKernels`."""
-        padded_ends, rows = saved
-        size = num_rows if rows is None else padding.padded_rows(num_rows, ends.shape[0])
-        return PaddedGroups(padded_ends, rows, size)
 
     def prepare_rows(
         self,
@@ -116,13 +103,6 @@ class Sm100Kernels(GroupedKernels):
         weights = linear.weight_operands(ctx, quantize_weights_sm100)
         return [w.row for w in weights], [w.column for w in weights]
 
-    def restored_weights(self, ctx: OperationContext, saved: Sequence[Any]) -> Sequence[Any]:
-        """See `GroupedKernels`."""
-        fmt = _recipe(ctx).format("weight")
-        if fmt is None:
-            return saved
-        return [restored_data(part, fmt) for part in per_operand(saved)]
-
     def product(
         self,
         call: LinearCall,
@@ -168,8 +148,9 @@ class Sm100Kernels(GroupedKernels):
             write(out, operands.wgrad(dy, x, padded, torch.float32), accumulate)
             return None
 
-        reads = (*saved_data(dy), *saved_data(x), padded.ends, padded.rows)
-        return WeightGradient(gradient, tuple([t for t in reads if t is not None]))
+        both = [t for of in (dy, x) for t in (of if isinstance(of, QuantizedMatrix) else (of,))]
+        reads = *both, padded.ends, padded.rows
+        return WeightGradient(gradient, tuple([t for t in reads if isinstance(t, Tensor)]))
 
     def saves_activation(self, ctx: OperationContext, act: Any) -> bool:
         """Always: its kernel quantizes it for both uses."""

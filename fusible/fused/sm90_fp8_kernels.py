@@ -10,9 +10,8 @@ FP32 and give BF16.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,7 +37,6 @@ from fusible.ops.grouped_kernels import (
     GroupedKernels,
     GroupedOperand,
     LinearCall,
-    Saved,
     SavedLinear,
     glu_of,
 )
@@ -122,29 +120,10 @@ class Sm90Fp8Kernels(GroupedKernels):
         if not (rowwise or columnwise):
             return GroupedOperand(row, None)
         operands = _quantized(x, call, role, rowwise=rowwise, columnwise=columnwise and not later)
-        return GroupedOperand(operands.row or row, x if later else operands.column)
-
-    def saved_rows(
-        self, ctx: OperationContext, column: ScaledMatrix | GatheredRows | None
-    ) -> Saved:
-        """The column-wise use as it lies in memory, if the weight needs its gradient.
-
-        Or what it is gathered from once more, and the index.
-        """
-        if column is None or not ctx.needs.params[0]:
-            return None, None, None, None
-        if isinstance(column, GatheredRows):
-            return column.source, None, column.index, None
-        return column.data.t(), column.scale, None, None
-
-    def restored_rows(
-        self, ctx: OperationContext, saved: Sequence[Any]
-    ) -> ScaledMatrix | GatheredRows | None:
-        """See `GroupedKernels`."""
-        data, scale, index, _ = saved
-        if index is not None:
-            return GatheredRows(data, index)
-        return None if data is None else ScaledMatrix(data.t(), scale)
+        column: Any = operands.column
+        if role == "input":
+            column = _Source(x.source, x.index) if later else _as_it_lies(column)
+        return GroupedOperand(operands.row or row, column)
 
     def weights(self, call: LinearCall) -> tuple[ScaledMatrix, ScaledMatrix | None]:
         """See `GroupedKernels`; the second one is a transposed copy. One matrix if dense."""
@@ -153,25 +132,20 @@ class Sm90Fp8Kernels(GroupedKernels):
             return row, column
         return _first(row), None if column is None else _first(column)
 
-    def saved_weights(self, ctx: OperationContext, weights: ScaledMatrix | None) -> Saved:
-        """The transposed copy, if the input needs its gradient."""
-        return () if weights is None else weights[:2]
-
-    def restored_weights(self, ctx: OperationContext, saved: Sequence[Any]) -> ScaledMatrix | None:
-        """See `GroupedKernels`."""
-        return ScaledMatrix(*saved) if saved else None
-
     def weight_grad(
-        self, call: LinearCall, dy: ScaledMatrix | None, x: ScaledMatrix | GatheredRows | None
+        self, call: LinearCall, dy: ScaledMatrix | None, x: ScaledMatrix | _Source | None
     ) -> WeightGradient:
         """See `GroupedKernels`; the groups are those of ``dy``."""
         if dy is None or x is None:  # not needed
             return WeightGradient(lambda out, accumulate: None, ())
-        if isinstance(x, GatheredRows):
-            x = _quantized(x, call, "input", rowwise=False, columnwise=True).column
-        assert x is not None
+        if isinstance(x, _Source):
+            rows = GatheredRows(x.source, x.row_index)
+            columns = _quantized(rows, call, "input", rowwise=False, columnwise=True).column
+        else:
+            columns = ScaledMatrix(x.data.t(), x.scale)
+        assert columns is not None
         assert dy.ends is not None
-        return grouped_gradient(dy, x, dy.ends, call.ctx.column_major)
+        return grouped_gradient(dy, columns, dy.ends, call.ctx.column_major)
 
     def glu(
         self,
@@ -233,7 +207,7 @@ class Sm90Fp8Kernels(GroupedKernels):
             act_format=of_input if writes else None,
         )
         sums = None if gradients.values is None else grouped.grouped_sum(gradients.values, ends)
-        output = gradients.activation
+        output = _as_it_lies(gradients.activation)
         if second.lacks_x and not writes:
             rows = glu.forward(input_values(preact, torch.bfloat16), scales)
             output = self.prepare_rows(call, rows, "input", Uses(column=True)).column
@@ -259,6 +233,21 @@ def _format(recipe: Recipe, role: Role) -> NumberFormat:
     fmt = recipe.of_fp8_products.format(role)
     assert fmt is not None
     return fmt
+
+
+class _Source(NamedTuple):
+    """What the rows of an input are gathered from once more, ``source[row_index]``."""
+
+    source: Tensor
+    row_index: Tensor
+
+
+def _as_it_lies(column: ScaledMatrix | None) -> ScaledMatrix | None:
+    """The column-wise use of an input with data ``[columns, padded]``, as it lies in memory.
+
+    A saved-tensor hook may copy it, and keeps no other layout.
+    """
+    return None if column is None else ScaledMatrix(column.data.t(), column.scale)
 
 
 def _first(weights: ScaledMatrix) -> ScaledMatrix:

@@ -8,7 +8,7 @@ With ``x`` ``[tokens, in]``, ``w`` ``[out, in]`` and ``dy`` ``[tokens, out]``:
 
 An op quantizes each operand once, for the uses that its products will read (``quantize_operand``).
 A matrix product reads the ``operand_values`` of both and accumulates in FP32. It saves what the
-backward reads, the column-wise use of ``x`` and of ``w`` (``saved_data``).
+backward reads, the column-wise use of ``x`` and of ``w``.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusible as fz
 from fusible import recipes
+from fusible.fuser.context import OperationContext
 from fusible.recipes.autocast import Forward, current_recipe
 from fusible.recipes.formats import (
     E4M3,
@@ -21,7 +22,6 @@ from fusible.recipes.formats import (
     mxfp8,
     nvfp4,
 )
-from fusible.recipes.matrix import TENSORS_PER_OPERAND, restored_data, saved_data
 
 ROW, BOTH = recipes.Uses(row=True), recipes.Uses(row=True, column=True)
 
@@ -516,11 +516,11 @@ def exact_products(x, w, dy, recipe):
     return y, dx, dw
 
 
-def saved_and_restored(x, recipe, role):
-    saved = saved_data(x.data_for(columnwise=True))
-    assert len(saved) == TENSORS_PER_OPERAND
-    column = restored_data(saved, recipe.format(role))
-    return recipes.Operand(column=column)
+def saved_and_restored(x):
+    ctx = OperationContext()
+    ctx.save(x.data_for(columnwise=True))
+    assert len(ctx.to_save) == 4
+    return recipes.Operand(column=ctx.for_backward(ctx.to_save).restored())
 
 
 @each_recipe
@@ -531,9 +531,7 @@ def test_operands_of_the_three_products(recipe):
     dyq = recipes.quantize_operand(dy, recipe, "grad", BOTH)
     read = recipes.operand_values
     y = read(xq) @ read(wq).mT
-    saved_x, saved_w = (
-        saved_and_restored(t, recipe, r) for t, r in ((xq, "input"), (wq, "weight"))
-    )
+    saved_x, saved_w = saved_and_restored(xq), saved_and_restored(wq)
     dx = read(dyq) @ read(saved_w, columnwise=True)
     dw = read(dyq, columnwise=True).mT @ read(saved_x, columnwise=True)
     want_y, want_dx, want_dw = exact_products(x, w, dy, recipe)
@@ -558,7 +556,7 @@ def test_grouped_operands_are_those_of_each_group(recipe):
     grouped = recipes.group_quantize(x, quantizer, 4, sizes)
     again = recipes.quantize_operand(grouped, recipe, "input", BOTH, ends=ends)
     late = recipes.quantize_operand(recipes.group(x, 4, sizes), recipe, "input", ROW, ends=ends)
-    saved = saved_and_restored(both, recipe, "input")
+    saved = saved_and_restored(both)
     for columnwise, tensor in (
         (False, both),
         (True, saved),
@@ -584,14 +582,13 @@ def test_a_recipe_in_high_precision_keeps_operands_as_they_are():
     x = torch.randn(3, 5, dtype=torch.float64)
     kept = recipes.quantize_operand(x, recipes.Recipe(), "input", BOTH)
     assert recipes.operand_values(kept, torch.float64) is x
-    assert saved_data(kept.data_for(columnwise=True))[0] is x
-    assert saved_data(None) == (None,) * TENSORS_PER_OPERAND
+    assert kept.data_for(columnwise=True) is x
 
 
 def test_a_saved_operand_has_no_row_wise_data_to_misread():
     xq = recipes.quantize_operand(torch.randn(32, 32), MX, "input", BOTH)
     with pytest.raises(ValueError, match="without row-wise data; name the use"):
-        recipes.operand_values(saved_and_restored(xq, MX, "input"))
+        recipes.operand_values(saved_and_restored(xq))
 
 
 @pytest.mark.parametrize("grouped", [False, True])
