@@ -102,7 +102,8 @@ class MoEExperts(FusedOperation):
             last.save_for_backward(rows.index)
         elif first.requires_grad and first.recomputes_rows:
             assert isinstance(choices.x, Tensor)
-            middle[0].save_for_backward(choices.x, *middle[0].to_save[1:])
+            middle[0].to_save = choices.x, *middle[0].to_save[1:]
+            middle[0].grouped_rows = ()  # tokens are in no group
         return y, [outputs, (), (), (), ()]
 
     @property

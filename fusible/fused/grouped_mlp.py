@@ -16,7 +16,7 @@ from fusible.fuser.plan_key import PlanKey
 from fusible.fuser.rules import rule
 from fusible.fuser.schedule import FastPath
 from fusible.fuser.tracing import hooks_hold_saved, keeps_graph
-from fusible.kernels.quantize.k_major import ScaledMatrix, elements_and_scale
+from fusible.kernels.quantize.k_major import ScaledMatrix
 from fusible.kernels.quantize.saved_input import input_values, quantize_input
 from fusible.kernels.sm90 import limits as sm90
 from fusible.ops import FusedOperation, GroupedLinear
@@ -56,7 +56,7 @@ def _linear_glu(
     linear.output_buffer(ctx, x)  # none: it is not the last op
     kernels = call.kernels
     prepared = kernels.row_scales(call, scales)
-    operand = kernels.prepare_rows(call, rows, "input", linear.input_products(ctx))
+    operand = kernels.prepare_rows(call, rows, "input", linear.input_uses(ctx))
     weights, backward_weights = kernels.weights(call)
     activated = kernels.glu(call, act, operand.row, weights, prepared, ctx_act.requires_grad)
     linear.save(call, operand.column, None, backward_weights)
@@ -141,7 +141,7 @@ class GroupedMLP(FusedOperation):
             ctx_act.held = hooks_hold_saved()
             ctx_act.scales_dtypes = tuple([t.dtype for t in extra[1] if t is not None])
             ends = self.kernels.preact_ends(call)
-            ctx_act.save_rows_for_backward(ends, (0,), *elements_and_scale(preact), scales)
+            ctx_act.save((preact, scales), ends, (0,))
         return restore_leading_dims(y, x), [(), (), ()]
 
     def backward_impl(self, ctxs: Contexts, dy: Tensor, dextras: ExtraTensors) -> FusedGrads:
@@ -158,14 +158,11 @@ class GroupedMLP(FusedOperation):
         fc1, act, fc2 = self._basic_ops
         ctx1, ctx_act, ctx2 = ctxs
         dy = operand_rows(ctx2, grad_output)
-        saved1 = fc1.restored(ctx1, dy.shape[0])
-        saved2 = fc2.restored(ctx2, dy.shape[0])
-        preact, preact_scale, scales = ctx_act.saved_tensors
+        saved1, saved2 = fc1.restored(ctx1), fc2.restored(ctx2)
+        preact, scales = ctx_act.restored()
         overwrite = not (ctx_act.held or keeps_graph())
-        if preact_scale is not None:
-            preact = ScaledMatrix(preact, preact_scale)
-            if not self.kernels.reads_quantized_preact:
-                preact, overwrite = input_values(preact, ctx_act.preact_dtype), True
+        if isinstance(preact, ScaledMatrix) and not self.kernels.reads_quantized_preact:
+            preact, overwrite = input_values(preact, ctx_act.preact_dtype), True
         operand = fc2.grad_rows(saved2, dy)
         d = self.kernels.dglu(saved1.call, saved2, act, operand.row, preact, scales, overwrite)
         x2 = saved2.x if d.output is None else d.output

@@ -27,16 +27,14 @@ from fusible.ops.grouped_kernels import (
     GroupedKernels,
     GroupedOperand,
     LinearCall,
-    Saved,
     SavedLinear,
     glu_of,
-    per_operand,
 )
 from fusible.ops.matrices import buffer_rows
 from fusible.ops.weights import quantize_weights, stack_weights
 from fusible.ops.wgrad import WeightGradient
-from fusible.recipes.matrix import Operand, OperandData, restored_data, saved_data
-from fusible.recipes.product import ProductKind, is_quantized, quantize_operand
+from fusible.recipes.matrix import Operand, OperandData, QuantizedMatrix, Uses
+from fusible.recipes.product import is_quantized, quantize_operand
 from fusible.recipes.recipe import Recipe, Role
 from fusible.recipes.tensor import QuantizedTensor
 
@@ -48,7 +46,6 @@ class Sm100Kernels(GroupedKernels):
         "x as the weight gradient reads it, end rows and padding of the groups, row scales, "
         "weights as the data gradient reads them"
     )
-    num_saved_groups = 2
     saves_input = False  # but padded groups
 
     def multiplies(self, recipe: Recipe, *ops: Any) -> str:
@@ -60,22 +57,12 @@ class Sm100Kernels(GroupedKernels):
         aligned = linear.split_alignment % limits.GROUP_ROWS == 0
         return padding.pad_groups(ends, num_rows, aligned)
 
-    def saved_groups(self, groups: PaddedGroups) -> Saved:
-        """The padded end rows, and where each row goes."""
-        return groups.ends, groups.rows
-
-    def restored_groups(self, ends: Tensor, saved: Sequence[Any], num_rows: int) -> PaddedGroups:
-        """See `GroupedKernels`."""
-        padded_ends, rows = saved
-        size = num_rows if rows is None else padding.padded_rows(num_rows, ends.shape[0])
-        return PaddedGroups(padded_ends, rows, size)
-
     def prepare_rows(
         self,
         call: LinearCall,
         x: Any,
         role: Role,
-        products: Sequence[ProductKind],
+        uses: Uses,
         row_scale: Tensor | None = None,
     ) -> GroupedOperand:
         """Padded rows; of a gradient with the sums for the bias, where one pass makes both."""
@@ -98,14 +85,12 @@ class Sm100Kernels(GroupedKernels):
             options["sums"] = torch.bfloat16 if ctx.bias_dtype == torch.bfloat16 else torch.float32
             options["row_scale"] = row_scale
         if fmt is None or is_quantized(x):
-            packed = operands.pack(_quantized(x, ctx, role, products, ends), padded)
+            packed = operands.pack(_quantized(x, ctx, role, uses, ends), padded)
             return GroupedOperand(
                 packed.data_for(columnwise=False), packed.data_for(columnwise=True)
             )
-        columnwise = "wgrad" in products
-        rowwise = len(products) > columnwise
-        uses = QuantizeOptions(rowwise, columnwise, **options)
-        packed, sums = operands.quantize(x, fmt, ends, padded, uses)
+        wanted = QuantizeOptions(uses.row, uses.column, **options)
+        packed, sums = operands.quantize(x, fmt, ends, padded, wanted)
         return GroupedOperand(packed.row, packed.column, sums)
 
     def weights(self, call: LinearCall) -> tuple[Sequence[OperandData], Sequence[OperandData]]:
@@ -117,13 +102,6 @@ class Sm100Kernels(GroupedKernels):
             return plain, plain
         weights = linear.weight_operands(ctx, quantize_weights_sm100)
         return [w.row for w in weights], [w.column for w in weights]
-
-    def restored_weights(self, ctx: OperationContext, saved: Sequence[Any]) -> Sequence[Any]:
-        """See `GroupedKernels`."""
-        fmt = _recipe(ctx).format("weight")
-        if fmt is None:
-            return saved
-        return [restored_data(part, fmt) for part in per_operand(saved)]
 
     def product(
         self,
@@ -170,8 +148,9 @@ class Sm100Kernels(GroupedKernels):
             write(out, operands.wgrad(dy, x, padded, torch.float32), accumulate)
             return None
 
-        reads = (*saved_data(dy), *saved_data(x), padded.ends, padded.rows)
-        return WeightGradient(gradient, tuple([t for t in reads if t is not None]))
+        both = [t for of in (dy, x) for t in (of if isinstance(of, QuantizedMatrix) else (of,))]
+        reads = *both, padded.ends, padded.rows
+        return WeightGradient(gradient, tuple([t for t in reads if isinstance(t, Tensor)]))
 
     def saves_activation(self, ctx: OperationContext, act: Any) -> bool:
         """Always: its kernel quantizes it for both uses."""
@@ -231,29 +210,23 @@ def _recipe(ctx: OperationContext) -> Recipe:
     return ctx.recipe or _HIGH_PRECISION
 
 
-def _quantized(
-    x: Tensor, ctx: OperationContext, role: Role, products: Sequence[ProductKind], ends: Tensor
-) -> Operand:
+def _quantized(x: Tensor, ctx: OperationContext, role: Role, uses: Uses, ends: Tensor) -> Operand:
     """Rows for products, quantized in PyTorch or by the caller."""
     recipe = _recipe(ctx)
-    if not isinstance(x, QuantizedTensor) or "wgrad" not in products:
-        return quantize_operand(x, recipe, role, *products, ends=ends)
+    if not isinstance(x, QuantizedTensor) or not uses.column:
+        return quantize_operand(x, recipe, role, uses, ends)
     # Quantized as a whole, so that its column-wise blocks cross the groups: those are made anew.
-    others = [product for product in products if product != "wgrad"]
-    columns = quantize_operand(x.dequantize(), recipe, role, "wgrad", ends=ends)
-    return columns._replace(row=quantize_operand(x, recipe, role, *others).row)
+    columns = quantize_operand(x.dequantize(), recipe, role, Uses(column=True), ends)
+    return columns._replace(row=quantize_operand(x, recipe, role, Uses(row=uses.row)).row)
 
 
 def quantize_weights_sm100(
-    weights: list[Tensor], recipe: Recipe, dtype: torch.dtype, products: Sequence[ProductKind]
+    weights: list[Tensor], recipe: Recipe, dtype: torch.dtype, uses: Uses
 ) -> list[Operand]:
     """Weights as the kernels read them for the forward and, if asked, the data gradient."""
     fmt = recipe.format("weight")
     assert fmt is not None
     if operands.in_one_pass(weights, fmt):
-        return [
-            operands.quantize_packed_weights(
-                stack_weights(weights, dtype), fmt, "dgrad" in products
-            )
-        ]
-    return operands.pack_weights(quantize_weights(weights, recipe, dtype, products))
+        weight = stack_weights(weights, dtype)
+        return [operands.quantize_packed_weights(weight, fmt, uses.column)]
+    return operands.pack_weights(quantize_weights(weights, recipe, dtype, uses))

@@ -10,9 +10,8 @@ FP32 and give BF16.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,7 +37,6 @@ from fusible.ops.grouped_kernels import (
     GroupedKernels,
     GroupedOperand,
     LinearCall,
-    Saved,
     SavedLinear,
     glu_of,
 )
@@ -47,14 +45,8 @@ from fusible.ops.operand_cache import cached_copy
 from fusible.ops.weights import quantize_weights, stack_weights
 from fusible.ops.wgrad import WeightGradient, grouped_gradient
 from fusible.recipes.formats import FP8_BLOCK, NumberFormat
-from fusible.recipes.matrix import QuantizedMatrix
-from fusible.recipes.product import (
-    ProductKind,
-    is_quantized,
-    operand_values,
-    quantize_operand,
-    values,
-)
+from fusible.recipes.matrix import QuantizedMatrix, Uses
+from fusible.recipes.product import is_quantized, operand_values, quantize_operand, values
 from fusible.recipes.recipe import Recipe, Role
 from fusible.recipes.tensor import QuantizedTensor
 
@@ -104,7 +96,7 @@ class Sm90Fp8Kernels(GroupedKernels):
         call: LinearCall,
         x: Any,
         role: Role,
-        products: Sequence[ProductKind],
+        uses: Uses,
         row_scale: Tensor | None = None,
     ) -> GroupedOperand:
         """Both uses from one launch; of a quantized ``x``, the row-wise use as it is stored."""
@@ -113,46 +105,25 @@ class Sm90Fp8Kernels(GroupedKernels):
         if isinstance(x, QuantizedRows):
             return GroupedOperand(x.take(), None)
         recipe = call.ctx.recipe.of_fp8_products
-        rows = [product for product in products if product != "wgrad"]
-        columnwise, row = len(rows) < len(products), None
+        rowwise, columnwise, row = uses.row, uses.column, None
         if is_quantized(x):
             ends = None if call.linear.num_groups is None else call.ends
-            if rows:
-                stored = quantize_operand(x, recipe, role, *rows, ends=ends).row
+            if rowwise:
+                stored = quantize_operand(x, recipe, role, Uses(row=True), ends).row
                 assert stored is not None
                 operand = row_operand(stored)
-                row, rows = ScaledMatrix(as_2d(operand.data), as_2d(operand.scale)), []
+                row, rowwise = ScaledMatrix(as_2d(operand.data), as_2d(operand.scale)), False
             if columnwise:
-                columns = quantize_operand(x, recipe, role, "wgrad", ends=ends)
-                x = as_2d(operand_values(columns, "wgrad", role))
+                columns = quantize_operand(x, recipe, role, Uses(column=True), ends)
+                x = as_2d(operand_values(columns, columnwise=True))
         later = columnwise and isinstance(x, GatheredRows) and x.regather
-        if not (rows or columnwise):
+        if not (rowwise or columnwise):
             return GroupedOperand(row, None)
-        uses = {"rowwise": bool(rows), "columnwise": columnwise and not later}
-        operands = _quantized(x, call, role, **uses)
-        return GroupedOperand(operands.row or row, x if later else operands.column)
-
-    def saved_rows(
-        self, ctx: OperationContext, column: ScaledMatrix | GatheredRows | None
-    ) -> Saved:
-        """The column-wise use as it lies in memory, if the weight needs its gradient.
-
-        Or what it is gathered from once more, and the index.
-        """
-        if column is None or not ctx.needs.params[0]:
-            return None, None, None, None
-        if isinstance(column, GatheredRows):
-            return column.source, None, column.index, None
-        return column.data.t(), column.scale, None, None
-
-    def restored_rows(
-        self, ctx: OperationContext, saved: Sequence[Any]
-    ) -> ScaledMatrix | GatheredRows | None:
-        """See `GroupedKernels`."""
-        data, scale, index, _ = saved
-        if index is not None:
-            return GatheredRows(data, index)
-        return None if data is None else ScaledMatrix(data.t(), scale)
+        operands = _quantized(x, call, role, rowwise=rowwise, columnwise=columnwise and not later)
+        column: Any = operands.column
+        if role == "input":
+            column = _Source(x.source, x.index) if later else _as_it_lies(column)
+        return GroupedOperand(operands.row or row, column)
 
     def weights(self, call: LinearCall) -> tuple[ScaledMatrix, ScaledMatrix | None]:
         """See `GroupedKernels`; the second one is a transposed copy. One matrix if dense."""
@@ -161,25 +132,20 @@ class Sm90Fp8Kernels(GroupedKernels):
             return row, column
         return _first(row), None if column is None else _first(column)
 
-    def saved_weights(self, ctx: OperationContext, weights: ScaledMatrix | None) -> Saved:
-        """The transposed copy, if the input needs its gradient."""
-        return () if weights is None else weights[:2]
-
-    def restored_weights(self, ctx: OperationContext, saved: Sequence[Any]) -> ScaledMatrix | None:
-        """See `GroupedKernels`."""
-        return ScaledMatrix(*saved) if saved else None
-
     def weight_grad(
-        self, call: LinearCall, dy: ScaledMatrix | None, x: ScaledMatrix | GatheredRows | None
+        self, call: LinearCall, dy: ScaledMatrix | None, x: ScaledMatrix | _Source | None
     ) -> WeightGradient:
         """See `GroupedKernels`; the groups are those of ``dy``."""
         if dy is None or x is None:  # not needed
             return WeightGradient(lambda out, accumulate: None, ())
-        if isinstance(x, GatheredRows):
-            x = _quantized(x, call, "input", rowwise=False, columnwise=True).column
-        assert x is not None
+        if isinstance(x, _Source):
+            rows = GatheredRows(x.source, x.row_index)
+            columns = _quantized(rows, call, "input", rowwise=False, columnwise=True).column
+        else:
+            columns = ScaledMatrix(x.data.t(), x.scale)
+        assert columns is not None
         assert dy.ends is not None
-        return grouped_gradient(dy, x, dy.ends, call.ctx.column_major)
+        return grouped_gradient(dy, columns, dy.ends, call.ctx.column_major)
 
     def glu(
         self,
@@ -227,7 +193,7 @@ class Sm90Fp8Kernels(GroupedKernels):
         fmt, of_input = _format(recipe, "grad"), _format(recipe, "input")
         columns = first.linear.out_features
         writes = second.lacks_x and writes_activation(glu, columns, fmt, of_input)
-        products = linear.grad_products(first.ctx)
+        uses = linear.grad_uses(first.ctx)
         gradients = quantize_glu_backward(
             self.data_grad(call, dy, second.weights, None),
             preact,
@@ -235,16 +201,16 @@ class Sm90Fp8Kernels(GroupedKernels):
             ends,
             glu,
             fmt,
-            rowwise="dgrad" in products,
-            columnwise="wgrad" in products,
+            rowwise=uses.row,
+            columnwise=uses.column,
             values=linear.needs_bias_grads(first.ctx),
             act_format=of_input if writes else None,
         )
         sums = None if gradients.values is None else grouped.grouped_sum(gradients.values, ends)
-        output = gradients.activation
+        output = _as_it_lies(gradients.activation)
         if second.lacks_x and not writes:
             rows = glu.forward(input_values(preact, torch.bfloat16), scales)
-            output = self.prepare_rows(call, rows, "input", ("wgrad",)).column
+            output = self.prepare_rows(call, rows, "input", Uses(column=True)).column
         return ActivationGrads(GroupedOperand(*gradients.operands), output, gradients.scales, sums)
 
 
@@ -269,6 +235,21 @@ def _format(recipe: Recipe, role: Role) -> NumberFormat:
     return fmt
 
 
+class _Source(NamedTuple):
+    """What the rows of an input are gathered from once more, ``source[row_index]``."""
+
+    source: Tensor
+    row_index: Tensor
+
+
+def _as_it_lies(column: ScaledMatrix | None) -> ScaledMatrix | None:
+    """The column-wise use of an input with data ``[columns, padded]``, as it lies in memory.
+
+    A saved-tensor hook may copy it, and keeps no other layout.
+    """
+    return None if column is None else ScaledMatrix(column.data.t(), column.scale)
+
+
 def _first(weights: ScaledMatrix) -> ScaledMatrix:
     return ScaledMatrix(weights.data[0], weights.scale[0])
 
@@ -283,7 +264,7 @@ def _quantized(
 
 
 def quantize_weights_k_major(
-    weights: list[Tensor], recipe: Recipe, dtype: torch.dtype, products: Sequence[ProductKind]
+    weights: list[Tensor], recipe: Recipe, dtype: torch.dtype, uses: Uses
 ) -> KMajorOperands:
     """Weights ``[E, N, K]`` for the forward and, if it is taken, transposed for the data gradient.
 
@@ -291,24 +272,24 @@ def quantize_weights_k_major(
     another format are quantized once for them.
     """
     recipe = recipe.of_fp8_products
-    make = partial(_weights_k_major, weights, recipe, dtype, products)
+    make = partial(_weights_k_major, weights, recipe, dtype, uses)
     quantized = [w for w in weights if isinstance(w, QuantizedTensor)]
     if len(quantized) < len(weights):
         return make()
-    return cached_copy(quantized, recipe.format("weight"), make, products)
+    return cached_copy(quantized, recipe.format("weight"), make, uses)
 
 
 def _weights_k_major(
-    weights: list[Tensor], recipe: Recipe, dtype: torch.dtype, products: Sequence[ProductKind]
+    weights: list[Tensor], recipe: Recipe, dtype: torch.dtype, uses: Uses
 ) -> KMajorOperands:
-    fmt, columnwise = _format(recipe, "weight"), "dgrad" in products
+    fmt = _format(recipe, "weight")
     if not any([isinstance(w, QuantizedTensor) and w.format == fmt for w in weights]):
         weight = stacked([stack_weights([*map(values, weights)], dtype)])
-        return quantize_k_major(weight, fmt, rowwise=True, columnwise=columnwise)
-    rows = [w.row for w in quantize_weights(weights, recipe, dtype, ("forward",))]
+        return quantize_k_major(weight, fmt, rowwise=True, columnwise=uses.column)
+    rows = [w.row for w in quantize_weights(weights, recipe, dtype, Uses(row=True))]
     parts = zip(*[(row.data, row.scale) for row in rows if row], strict=True)
     # Not the stored tensors themselves, which what is cached must not keep.
     data, scale = [stacked([stack_weights([*of], of[0].dtype)]).detach() for of in parts]
     row = row_operand(QuantizedMatrix(data, scale, None, fmt), FP8_BLOCK)
-    column = ScaledMatrix(transposed(data), row.scale.mT) if columnwise else None
+    column = ScaledMatrix(transposed(data), row.scale.mT) if uses.column else None
     return KMajorOperands(row, column)

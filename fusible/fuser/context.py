@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +22,9 @@ _NO_KWARGS: dict[str, Any] = {}
 class OperationContext:
     """State of one basic op between its forward and its backward.
 
-    Ops save tensors with :meth:`save_for_backward` and plain Python values as attributes (for
-    instance ``ctx.dtype``); tensors as attributes are not supported. The backward gets a new
-    context with the same values and ``saved_tensors``.
+    Ops save tensors with :meth:`save_for_backward`, or nested with :meth:`save`, and plain Python
+    values as attributes (for instance ``ctx.dtype``); tensors as attributes are not supported. The
+    backward gets a new context with the same values and ``saved_tensors``.
 
     Attributes:
         requires_grad: whether the op's backward will run.
@@ -84,6 +84,7 @@ class OperationContext:
     collects_grads: bool = True
     backward: Backward | None = None
     to_save: tuple[Tensor | None, ...] = ()
+    _structure: Sequence[Any] = ()  # given to `save`, None in the place of each tensor
     grouped_rows: tuple[int, ...] = ()
     row_ends: Tensor | None = None
     saved_tensors: tuple[Any, ...]
@@ -134,11 +135,21 @@ class OperationContext:
         """Save tensors for the backward; called in the forward, the last call counts."""
         self.to_save, self.grouped_rows, self.row_ends = tensors, (), None
 
-    def save_rows_for_backward(
-        self, ends: Tensor, places: tuple[int, ...], *tensors: Tensor | None
+    def save(
+        self, values: Sequence[Any], ends: Tensor | None = None, grouped_rows: tuple[int, ...] = ()
     ) -> None:
-        """Save tensors, at ``places`` ``grouped_rows`` of groups up to ``ends``."""
-        self.to_save, self.grouped_rows, self.row_ends = tensors, places, ends
+        """Save tensors, None and plain values, in nested tuples, named tuples and lists.
+
+        The backward gets them by :meth:`restored`. Tensors and None become ``to_save`` in their
+        order, in which ``grouped_rows`` of groups up to ``ends`` are counted.
+        """
+        tensors: list[Tensor | None] = []
+        self._structure = _without_tensors(values, tensors)
+        self.to_save, self.grouped_rows, self.row_ends = tuple(tensors), grouped_rows, ends
+
+    def restored(self) -> Any:
+        """In the backward, what the forward gave to :meth:`save`."""
+        return _with_tensors(self._structure, iter(self.saved_tensors))
 
     def autocast(self, device_type: str) -> AbstractContextManager[Any]:
         """``torch.autocast`` as in the forward, for a backward that computes a part of it again."""
@@ -157,6 +168,7 @@ class OperationContext:
         context.output_grad_quantizer = self.output_grad_quantizer
         context.recipe, context.quantizes = self.recipe, self.quantizes
         context.kernels, context.zero_tail = self.kernels, self.zero_tail
+        context._structure = self._structure
         context.saved_tensors = saved_tensors
         return context
 
@@ -165,6 +177,41 @@ class OperationContext:
         if "forward" not in self.__dict__:
             raise AttributeError(f"the op's forward has set no {name!r} on its context")
         return getattr(self.forward, name)
+
+
+def _without_tensors(values: Sequence[Any], tensors: list[Tensor | None]) -> Any:
+    """The values with None in the place of tensors, which are appended, as is each None."""
+    parts: list[Any] = []
+    for value in values:
+        if value is None or isinstance(value, Tensor):
+            tensors.append(value)
+            parts.append(None)
+        elif isinstance(value, tuple | list):
+            parts.append(_without_tensors(value, tensors))
+        else:
+            parts.append(value)
+    return _like(values, parts)
+
+
+def _with_tensors(structure: Sequence[Any], tensors: Iterator[Tensor | None]) -> Any:
+    """Undo `_without_tensors`."""
+    parts: list[Any] = []
+    for part in structure:
+        if part is None:
+            parts.append(next(tensors))
+        elif isinstance(part, tuple | list):
+            parts.append(_with_tensors(part, tensors))
+        else:
+            parts.append(part)
+    return _like(structure, parts)
+
+
+def _like(values: Sequence[Any], parts: list[Any]) -> Any:
+    """The parts as a tuple, a list or a named tuple, as ``values`` are."""
+    kind: Any = type(values)
+    if kind is tuple:
+        return tuple(parts)
+    return parts if kind is list else kind(*parts)
 
 
 def call_fuser_forward(

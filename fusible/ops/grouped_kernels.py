@@ -10,7 +10,6 @@ selection (`fusible.fused.kernel_selection`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -26,20 +25,12 @@ from fusible.kernels.quantize.k_major import ScaledMatrix, elements_and_scale
 from fusible.ops.matrices import as_2d, buffer_rows
 from fusible.ops.wgrad import WeightGradient, dense_gradient, grouped_gradient
 from fusible.recipes.formats import NumberFormat, value_dtype
-from fusible.recipes.matrix import (
-    TENSORS_PER_OPERAND,
-    OperandData,
-    QuantizedMatrix,
-    restored_data,
-    saved_data,
-)
-from fusible.recipes.product import ProductKind, backward_operand, operand_values, quantize_operand
+from fusible.recipes.matrix import OperandData, QuantizedMatrix, Uses
+from fusible.recipes.product import backward_operand, operand_values, quantize_operand
 from fusible.recipes.quantize_ops import compute_dtype, dequantize_matrix
 from fusible.recipes.recipe import Recipe, Role
 from fusible.recipes.stored import StoredWeights
 from fusible.recipes.tensor import QuantizedTensor
-
-Saved = tuple[Tensor | None, ...]
 
 
 class GroupedOperand(NamedTuple):
@@ -48,7 +39,7 @@ class GroupedOperand(NamedTuple):
     row: Any
     """For `product`, `glu`, `data_grad` and `dglu`, which reduce along the features."""
     column: Any
-    """For `saved_rows` and `weight_grad`, which reduces along the rows."""
+    """For `weight_grad`, which reduces along the rows; of an input what is saved."""
     sums: Tensor | None = None
     """FP32 or BF16 ``[E, features]``, the sums of each group's rows, where quantizing made them."""
 
@@ -91,7 +82,7 @@ class LinearCall(NamedTuple):
 
 
 class SavedLinear(NamedTuple):
-    """The saved tensors of a linear, as its backward reads them."""
+    """What a linear saved, as its backward reads it."""
 
     call: LinearCall
     """The call of the backward."""
@@ -129,7 +120,7 @@ class GroupedKernels:
         return "values of quantized operands, in BF16 on CUDA"
 
     saves_input = True
-    """Whether, in high precision, `saved_rows` saves the input itself, ``[rows, features]``."""
+    """Whether `prepare_rows` in high precision gives the input itself, ``[rows, features]``."""
     gathers = False
     """Whether `prepare_rows` takes `GatheredRows`."""
     quantizes_own_inputs = False
@@ -148,33 +139,26 @@ class GroupedKernels:
 
     def groups(self, linear: Any, ends: Tensor, num_rows: int) -> Any:
         """`LinearCall.groups` for rows ``[num_rows, features]``: what these kernels read of the
-        groups besides ``ends``.
+        groups besides ``ends``, here nothing. Saved for the backward.
         """
-        return None
+        return ()
 
     def single_group(self, x: Any) -> Tensor | None:
         """``ends`` of a dense linear: all rows of ``x``. Here None, for PyTorch's products."""
         return None
-
-    def saved_groups(self, groups: Any) -> Saved:
-        """The tensors to save of `groups`: ``num_saved_groups`` many."""
-        return ()
-
-    def restored_groups(self, ends: Tensor, saved: Sequence[Any], num_rows: int) -> Any:
-        """The `groups` in the backward, from ``ends`` and the tensors of `saved_groups`."""
-        return None
-
-    num_saved_groups = 0
 
     def prepare_rows(
         self,
         call: LinearCall,
         x: Any,
         role: Role,
-        products: Sequence[ProductKind],
+        uses: Uses,
         row_scale: Tensor | None = None,
     ) -> GroupedOperand:
-        """``x`` as the operand ``role`` of ``products``, quantized by group if the recipe says so.
+        """``x`` as the operand ``role``, quantized by group if the recipe says so.
+
+        Needed are `GroupedOperand.row` if ``uses.row``, and `GroupedOperand.column` if
+        ``uses.column``.
 
         ``x`` is ``[rows, features]`` in ``ctx.dtype``, or quantized, or an output of `glu` or
         `dglu`, or `GatheredRows`, or without a backward `QuantizedRows`. ``row_scale`` ``[rows]``
@@ -183,35 +167,17 @@ class GroupedKernels:
         ctx = call.ctx
         if not ctx.quantizes:
             return GroupedOperand(x, x)
-        # An input's column-wise form is saved for the backward, quantized.
-        as_values = ("forward",) if role == "input" else products
-        quantized = quantize_operand(
-            x, ctx.recipe, role, *products, ends=call.ends, as_values=as_values
-        )
-        compute, row = compute_dtype(x.device), None
-        for product in ("forward", "dgrad"):
-            if product in products:
-                row = operand_values(quantized, product, role, compute)
+        read = Uses(row_values=uses.row, column_values=uses.column)
+        if role == "input":  # whose column-wise form is saved for the backward, quantized
+            read = Uses(row_values=uses.row, column=uses.column)
+        quantized = quantize_operand(x, ctx.recipe, role, read, call.ends)
+        row = operand_values(quantized, compute_dtype(x.device)) if uses.row else None
         if ctx.recipe.backward_override is not None and row is not None:
             return GroupedOperand(row, backward_operand(x, row, ctx.recipe, ctx.dtype))
         return GroupedOperand(row, quantized.data_for(columnwise=True))
 
-    def saved_rows(self, ctx: OperationContext, column: Any) -> Saved:
-        """The tensors to save of an input: its `GroupedOperand.column`, or None to save none.
-
-        ``TENSORS_PER_OPERAND`` many under a recipe, else one.
-        """
-        column = column if ctx.needs.params[0] else None
-        return saved_data(column) if ctx.quantizes else (column,)
-
-    def restored_rows(self, ctx: OperationContext, saved: Sequence[Any]) -> Any:
-        """The input ``x`` of `weight_grad`, from the tensors of `saved_rows`."""
-        if not ctx.quantizes:
-            return saved[0]
-        return restored_data(saved, ctx.recipe.backward_format("input"))
-
     def weights(self, call: LinearCall) -> tuple[Any, Any]:
-        """The weights for `product` and `glu`, and for `saved_weights`.
+        """The weights for `product` and `glu`, and for `data_grad` and `dglu`, which are saved.
 
         Here in a list, E of ``[out, in]`` or one ``[E, out, in]``.
         """
@@ -226,26 +192,12 @@ class GroupedKernels:
         if keeps_stored and all([w.row is not None and w.row_values is None for w in quantized]):
             return [w.row for w in quantized], ()
         compute = compute_dtype(ctx.parameters[0].device)
-        matrices = [operand_values(w, "forward", "weight", compute) for w in quantized]
+        matrices = [operand_values(w, compute) for w in quantized]
         if override is None:
             return matrices, [w.data_for(columnwise=True) for w in quantized]
         if override == "high_precision":
             return matrices, linear.weights_in(ctx, ctx.dtype)
         return matrices, [cast(w, ctx.dtype) for w in matrices]
-
-    def saved_weights(self, ctx: OperationContext, weights: Any) -> Saved:
-        """The tensors to save of the weights, the second result of `weights`."""
-        weights = weights if ctx.needs.input else [None] * len(weights)
-        if not ctx.quantizes:
-            return tuple(weights)
-        return tuple([t for w in weights for t in saved_data(w)])
-
-    def restored_weights(self, ctx: OperationContext, saved: Sequence[Any]) -> Any:
-        """The weights of `data_grad` and `dglu`, from the tensors of `saved_weights`."""
-        if not ctx.quantizes:
-            return list(saved)
-        fmt = ctx.recipe.backward_format("weight")
-        return [_values_for_products(restored_data(part, fmt)) for part in per_operand(saved)]
 
     # --- products --------------------------------------------------------------------------------
 
@@ -270,12 +222,12 @@ class GroupedKernels:
         ``dy`` is `GroupedOperand.row`; the result is written to ``output`` ``[..., in_features]``
         if that is given.
         """
-        return _matmul(call, dy, weights, output, data_grad=True)
+        return _matmul(call, dy, _values_of_weights(call, weights), output, data_grad=True)
 
     def weight_grad(self, call: LinearCall, dy: Any, x: Any) -> WeightGradient:
         """``dy[rows of e].T @ x[rows of e]`` for each group e, not computed yet.
 
-        ``dy`` is `GroupedOperand.column`, ``x`` of `restored_rows`; each gradient ``[out, in]``.
+        ``dy`` is `GroupedOperand.column`, ``x`` that of an input; each gradient ``[out, in]``.
         """
         if call.ctx.quantizes:
             dy, x = _values_for_products(dy), _values_for_products(x)
@@ -348,13 +300,14 @@ class GroupedKernels:
         """
         call, ctx = second.call, second.call.ctx
         of_activation, zero_tail = (preact, scales, glu_of(act)), ctx.zero_tail
+        weights = _values_of_weights(call, second.weights)
         dpreact, recomputed, dscales = grouped.grouped_dglu(
-            dy, second.weights, call.ends, *of_activation, overwrite=overwrite, zero_tail=zero_tail
+            dy, weights, call.ends, *of_activation, overwrite=overwrite, zero_tail=zero_tail
         )
         output: Any = recomputed if second.lacks_x else None
         if output is not None and ctx.quantizes:
             rows = cast(recomputed, ctx.dtype)
-            output = self.prepare_rows(call, rows, "input", ("wgrad",)).column
+            output = self.prepare_rows(call, rows, "input", Uses(column=True)).column
         return ActivationGrads(cast(dpreact, ctx.dtype), output, dscales, None)
 
 
@@ -362,9 +315,11 @@ DEFAULT_KERNELS = GroupedKernels()
 """The default: kernels of the library ops, where kernel selection finds no others."""
 
 
-def per_operand(saved: Sequence[Any]) -> list[Sequence[Any]]:
-    """The saved tensors of several operands, those of each apart."""
-    return [saved[i : i + TENSORS_PER_OPERAND] for i in range(0, len(saved), TENSORS_PER_OPERAND)]
+def _values_of_weights(call: LinearCall, weights: Any) -> Any:
+    """The weights that a product of the backward reads, from those that were saved."""
+    if not call.ctx.quantizes or isinstance(weights, ScaledMatrix):
+        return weights
+    return [_values_for_products(w) for w in weights]
 
 
 def _values_for_products(data: OperandData | None) -> Tensor | None:

@@ -32,7 +32,6 @@ from fusible.ops.state import State, convert_layout
 from fusible.ops.weights import WeightedOperation
 from fusible.ops.wgrad import is_column_major
 from fusible.recipes.checkpoint_state import load_pieces
-from fusible.recipes.matrix import TENSORS_PER_OPERAND
 from fusible.recipes.product import is_quantized, values
 from fusible.recipes.sharding import is_sharded, shard_over
 from fusible.recipes.tensor import stack
@@ -56,9 +55,10 @@ class GroupedLinear(WeightedOperation):
     Saves ``(x, ends, row_scale or None, *weights, bias or None)`` in the dtype of the product, that
     dtype as ``ctx.dtype``, and as ``ctx.column_major`` whether the weights are column-major.
     ``ends`` are the int32 end rows of the groups; there is one 3-D weight or ``num_groups`` 2-D
-    ones; the bias ``[num_groups, out_features]`` is for the gradient of ``scales``. Under a recipe
-    x and each weight are saved as the tensors of ``saved_data``, ``TENSORS_PER_OPERAND`` many,
-    all None if no gradient reads them; weights count as one unless stored quantized one by one.
+    ones, or None if no gradient reads them; the bias ``[num_groups, out_features]`` is for the
+    gradient of ``scales``. Under a recipe x and each weight are the tensors of a
+    ``QuantizedMatrix``; weights count as one unless stored quantized one by one. A fused op that
+    replaces the forward saves by :meth:`operands`.
 
     Under a recipe each group of rows is quantized apart. The op takes, as its input and as the
     gradient of its output, a ``GroupedTensor`` of the recipe's format whose groups are those of
@@ -288,27 +288,18 @@ class GroupedLinear(WeightedOperation):
         """See :class:`WeightedOperation`."""
         kernels, _, ctx, ends, groups = call
         scaled_bias = self.scale_bias and ctx.needs.extra_inputs[1]  # for the scales' gradient
-        ctx.save_rows_for_backward(
-            ends,
-            (0,) if kernels.saves_input and not ctx.quantizes else (),
-            *kernels.saved_rows(ctx, x),
-            ends,
-            row_scale,
-            *kernels.saved_groups(groups),
-            *kernels.saved_weights(ctx, weights),
-            self.stacked_bias(ctx, ctx.dtype) if scaled_bias else None,
-        )
+        bias = self.stacked_bias(ctx, ctx.dtype) if scaled_bias else None
+        x = x if ctx.needs.params[0] else None
+        weights = weights if ctx.needs.input else None
+        saves_rows = kernels.saves_input and not ctx.quantizes
+        saved = x, ends, row_scale, groups, weights, bias
+        ctx.save(saved, ends, (0,) if saves_rows else ())
 
-    def restored(self, ctx: OperationContext, num_rows: int) -> SavedLinear:
-        """The tensors of :meth:`save`, as the products of the backward read them."""
-        kernels = kernels_of(ctx)
-        at, tensors = TENSORS_PER_OPERAND if ctx.quantizes else 1, ctx.saved_tensors
-        ends, row_scale, *rest = tensors[at:-1]
-        count = kernels.num_saved_groups
-        groups = kernels.restored_groups(ends, rest[:count], num_rows)
-        call = LinearCall(kernels, self, ctx, ends, groups)
-        x = kernels.restored_rows(ctx, tensors[:at])
-        return SavedLinear(call, x, row_scale, kernels.restored_weights(ctx, rest[count:]))
+    def restored(self, ctx: OperationContext) -> SavedLinear:
+        """What :meth:`save` saved, as the products of the backward read it."""
+        x, ends, row_scale, groups, weights, _ = ctx.restored()
+        call = LinearCall(kernels_of(ctx), self, ctx, ends, groups)
+        return SavedLinear(call, x, row_scale, weights)
 
     def prepare_input(
         self,
@@ -392,7 +383,7 @@ class GroupedLinear(WeightedOperation):
     def backward_impl(self, ctx: OperationContext, grad_output: Tensor) -> OpGrads:
         """Grouped products for the input and the weights, grouped sums for the bias."""
         dy = operand_rows(ctx, grad_output)
-        saved = self.restored(ctx, dy.shape[0])
+        saved = self.restored(ctx)
         operand = self.grad_rows(saved, dy)
         dx = self.data_grad(saved, operand, grad_output)
         params, extra = self.grads(saved, operand, saved.x, dy, grad_output)

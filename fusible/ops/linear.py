@@ -35,7 +35,6 @@ from fusible.ops.op import BasicOperation, FusedOperation, OpGrads
 from fusible.ops.state import State
 from fusible.ops.weights import WeightedOperation
 from fusible.ops.wgrad import dense_gradient, is_column_major
-from fusible.recipes.matrix import TENSORS_PER_OPERAND
 from fusible.recipes.product import values
 from fusible.recipes.quantizer import Quantizer
 
@@ -47,7 +46,7 @@ class BasicLinear(WeightedOperation):
     has too.
 
     Saves ``(x, weight)`` in the dtype of the product, and that as ``ctx.dtype``. Under a recipe
-    each of the two is what ``GroupedKernels.saved_rows`` and ``saved_weights`` give of it.
+    they are operands of the kernels (:meth:`save`).
 
     Args:
         in_features: size of the input's last dimension.
@@ -167,20 +166,18 @@ class BasicLinear(WeightedOperation):
     def _quantized_backward(self, ctx: OperationContext, grad_output: Tensor) -> OpGrads:
         rows = matrix(grad_output, ctx.dtype)
         call = self._call(ctx, rows)
-        kernels, tensors = call.kernels, ctx.saved_tensors
-        x = kernels.restored_rows(ctx, tensors[:TENSORS_PER_OPERAND])
-        weights = kernels.restored_weights(ctx, tensors[TENSORS_PER_OPERAND:])
+        x, weights = ctx.restored()
         saved = SavedLinear(call, x, None, weights)
         dy = self.grad_rows(saved, rows)
         dx = self.data_grad(saved, dy, grad_output)
         if not ctx.needs.params[0]:
             return dx, None
-        return dx, *self.weight_grads(ctx, kernels.weight_grad(call, dy.column, saved.x))
+        return dx, *self.weight_grads(ctx, call.kernels.weight_grad(call, dy.column, x))
 
     def save(self, call: LinearCall, x: Any, row_scale: Tensor | None, weights: Any) -> None:
         """See :class:`WeightedOperation`."""
-        kernels, _, ctx, *_ = call
-        ctx.save_for_backward(*kernels.saved_rows(ctx, x), *kernels.saved_weights(ctx, weights))
+        needs = call.ctx.needs
+        call.ctx.save((x if needs.params[0] else None, weights if needs.input else None))
 
     def _call(self, ctx: OperationContext, rows: Tensor) -> LinearCall:
         kernels = kernels_of(ctx)

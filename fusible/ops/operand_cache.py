@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import ref
@@ -13,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fusible.calls import may_cache
+from fusible.recipes.matrix import Uses
 from fusible.recipes.tensor import QuantizedTensor
 from fusible.recipes.wrapper import UnseenWrites
 
@@ -46,8 +48,8 @@ _Reference = ref[Tensor] | nn.Parameter | int
 class _Entry(NamedTuple):
     stored: tuple[_Reference, ...] = ()
     versions: tuple[Any, ...] = ()
-    operands: dict[Hashable, tuple[frozenset[str], Any]] = {}  # noqa: RUF012 - never written to
-    """By key: the products that operands are for, and the operands."""
+    operands: dict[Hashable, tuple[Uses, Any]] = {}  # noqa: RUF012 - never written to
+    """By key: the uses that operands are for, and the operands."""
 
 
 class OperandCache:
@@ -70,11 +72,11 @@ class OperandCache:
         stored: tuple[Tensor, ...],
         key: Hashable,
         make: Callable[[], Any],
-        products: Iterable[str],
+        uses: Uses,
     ) -> Any:
         """The cached result of ``make`` for the `stored_tensors` of weights and this ``key``.
 
-        An entry is for the ``products`` that it was made for; one for more products replaces it.
+        An entry is for the ``uses`` that it was made for; one for more of them replaces it.
         """
         entry = self._cached
         same = len(entry.stored) == len(stored) and all(map(_refers, entry.stored, stored))
@@ -98,9 +100,8 @@ class OperandCache:
         cuda = device.type == "cuda"
         stream = torch._C._cuda_getCurrentRawStream(device.index) if cuda else 0
         key = key, stored[0].dtype, device, stream
-        uses = frozenset(products)
         cached = entry.operands.get(key)
-        if cached is None or not uses <= cached[0]:
+        if cached is None or not all(map(operator.ge, cached[0], uses)):
             # Autograd cannot save what inference mode made.
             with torch.inference_mode(False), torch.no_grad():
                 cached = entry.operands[key] = uses, make()
@@ -139,7 +140,7 @@ def cached_copy(
     weights: Sequence[QuantizedTensor],
     key: Hashable,
     make: Callable[[], Any],
-    products: Iterable[str],
+    uses: Uses,
 ) -> Any:
     """What ``make`` makes of stored weights, once for their values; freed with their memory.
 
@@ -155,4 +156,4 @@ def cached_copy(
     cache = _copies.get(anchor)
     if cache is None:
         cache = _copies[anchor] = OperandCache(until_updated=True)
-    return cache.get(stored, key, make, products)
+    return cache.get(stored, key, make, uses)

@@ -36,7 +36,7 @@ from fusible.ops.wgrad import (
 )
 from fusible.recipes.formats import NumberFormat
 from fusible.recipes.grouped import GroupedQuantizer
-from fusible.recipes.matrix import Operand, QuantizedMatrix
+from fusible.recipes.matrix import Operand, QuantizedMatrix, Uses
 from fusible.recipes.mixed import ByOp, check_recipes
 from fusible.recipes.model_init import (
     Usage,
@@ -45,15 +45,15 @@ from fusible.recipes.model_init import (
     quantized_model_init,
     weight_parameters,
 )
-from fusible.recipes.product import ProductKind, is_quantized, quantize_operand, quantizer, values
+from fusible.recipes.product import is_quantized, quantize_operand, quantizer, values
 from fusible.recipes.quantizer import Quantizer
 from fusible.recipes.recipe import Recipe, Role
 from fusible.recipes.sharding import is_sharded, local, shard
 from fusible.recipes.tensor import QuantizedTensor
 from fusible.recipes.wrapper import attributes_of
 
-WeightQuantizer = Callable[[list[Tensor], Recipe, torch.dtype, Sequence[ProductKind]], Any]
-"""From weights, a recipe, the dtype of the products and those that will be taken."""
+WeightQuantizer = Callable[[list[Tensor], Recipe, torch.dtype, Uses], Any]
+"""From weights, a recipe, the dtype of the products and the uses that they will read."""
 
 
 class WeightedOperation(CastingOp):
@@ -377,15 +377,16 @@ class WeightedOperation(CastingOp):
 
     # --- operands of the products ----------------------------------------------------------------
 
-    def input_products(self, ctx: OperationContext) -> Sequence[ProductKind]:
-        """The products that read the input."""
-        products: tuple[ProductKind, ...] = ("forward", "wgrad")
-        return products[: 1 + ctx.needs.params[0]]
+    def input_uses(self, ctx: OperationContext) -> Uses:
+        """The uses of the input: row-wise in the forward, column-wise in the weight gradient."""
+        return Uses(row=True, column=ctx.needs.params[0])
 
-    def grad_products(self, ctx: OperationContext) -> Sequence[ProductKind]:
-        """The products that read the output's gradient."""
-        products: tuple[ProductKind, ...] = ("dgrad", "wgrad")
-        return products[not ctx.needs.input : 1 + ctx.needs.params[0]]
+    def grad_uses(self, ctx: OperationContext) -> Uses:
+        """The uses of the output's gradient.
+
+        Row-wise in the data gradient, column-wise in the weight gradient.
+        """
+        return Uses(row=ctx.needs.input, column=ctx.needs.params[0])
 
     def stacked_bias(self, ctx: OperationContext, dtype: torch.dtype) -> Tensor | None:
         """The biases that the product adds, ``[num_groups, out_features]``; None without."""
@@ -428,8 +429,8 @@ class WeightedOperation(CastingOp):
     ) -> Tensor:
         """The output ``[rows, out_features]``; saves what the backward reads."""
         kernels = call.kernels
-        products = [p for p in self.input_products(call.ctx) if save_x or p != "wgrad"]
-        operand = kernels.prepare_rows(call, x, "input", products)
+        uses = self.input_uses(call.ctx)
+        operand = kernels.prepare_rows(call, x, "input", uses if save_x else Uses(row=True))
         weights, backward_weights = kernels.weights(call)
         y = kernels.product(call, operand.row, weights, row_scale, output)
         if call.ctx.quantizes and call.ctx.recipe.backward_override is not None:
@@ -444,8 +445,8 @@ class WeightedOperation(CastingOp):
     def grad_rows(self, saved: SavedLinear, dy: Any) -> GroupedOperand:
         """The output's gradient for the products that will read it."""
         call = saved.call
-        products = self.grad_products(call.ctx)
-        return call.kernels.prepare_rows(call, dy, "grad", products, saved.row_scale)
+        uses = self.grad_uses(call.ctx)
+        return call.kernels.prepare_rows(call, dy, "grad", uses, saved.row_scale)
 
     def data_grad(
         self, saved: SavedLinear, dy: GroupedOperand, grad_output: Tensor
@@ -463,23 +464,22 @@ class WeightedOperation(CastingOp):
     def get_input_quantizer(self) -> Quantizer | None:
         """Row-wise for the forward, column-wise if the weight will need its gradient."""
         wgrad = torch.is_grad_enabled() and self._requires_grad()
-        return self._quantizer("input", "forward", "wgrad" if wgrad else "forward")
+        return self._quantizer("input", Uses(row=True, column=wgrad))
 
     def get_grad_output_quantizer(self) -> Quantizer | None:
         """Row-wise for the data gradient, column-wise if the weight will need its gradient.
 
         With a bias of groups this op itself quantizes, since the bias' gradient sums values.
         """
-        wgrad = self._requires_grad()
-        return self._quantizer("grad", "dgrad", "wgrad" if wgrad else "dgrad")
+        return self._quantizer("grad", Uses(row=True, column=self._requires_grad()))
 
     def _requires_grad(self) -> bool:
         """Whether the weights do, or what they are computed from."""
         return any(p.requires_grad for name in self._weight_names() for p in self.stored(name))
 
-    def _quantizer(self, role: Role, *products: ProductKind) -> Quantizer | None:
+    def _quantizer(self, role: Role, uses: Uses) -> Quantizer | None:
         recipe = own_recipe(self)
-        own = None if recipe is None else quantizer(recipe, role, *products)
+        own = None if recipe is None else quantizer(recipe, role, uses)
         if own is not None and self._columns(role) % own.format.element.per_byte:
             return None  # the op itself refuses it, and is named
         if own is None or self.num_groups is None:
@@ -513,13 +513,15 @@ class WeightedOperation(CastingOp):
         quantize: WeightQuantizer | None,
     ) -> Any:
         """`weight_operands` of these weights, for products in ``dtype``."""
-        products: tuple[ProductKind, ...] = ("forward", "dgrad") if needs.input else ("forward",)
+        uses = Uses(row=True, column=needs.input)
         if self._operand_cache is None or not may_cache():
-            quantize = quantize or partial(quantize_weights, as_values=("forward",))
-            return quantize(weights, recipe, dtype, products)
-        make = partial(quantize or quantize_weights, weights, recipe, dtype, products)
+            if quantize is None:
+                values_once = Uses(row_values=True, column=needs.input)
+                return quantize_weights(weights, recipe, dtype, values_once)
+            return quantize(weights, recipe, dtype, uses)
+        make = partial(quantize or quantize_weights, weights, recipe, dtype, uses)
         key = recipe, dtype, make.func
-        return self._operand_cache.get(stored_tensors(weights), key, make, products)
+        return self._operand_cache.get(stored_tensors(weights), key, make, uses)
 
     def recipe_notes(self, recipe: Recipe) -> tuple[str, ...]:
         """The formats of the products' operands."""
@@ -562,21 +564,18 @@ class WeightedOperation(CastingOp):
 
 
 def quantize_weights(
-    weights: list[Tensor],
-    recipe: Recipe,
-    dtype: torch.dtype,
-    products: Sequence[ProductKind],
-    as_values: Sequence[ProductKind] = (),
+    weights: list[Tensor], recipe: Recipe, dtype: torch.dtype, uses: Uses
 ) -> list[Operand]:
-    """Weights for ``products``: one operand, or one for each that is stored quantized.
+    """Weights for ``uses``: one operand, or one for each if some are stored quantized.
 
-    ``as_values`` is that of ``quantize_operand``.
+    Then matrices take the place of values.
     """
     if any([isinstance(w, QuantizedTensor) for w in weights]):  # some may have been replaced
         operands = [w if isinstance(w, QuantizedTensor) else cast(w, dtype) for w in weights]
-        return [quantize_operand(w, recipe, "weight", *products) for w in operands]
+        matrices = Uses(uses.rowwise, uses.columnwise)
+        return [quantize_operand(w, recipe, "weight", matrices) for w in operands]
     weight = stack_weights(weights, dtype)
-    return [quantize_operand(weight, recipe, "weight", *products, as_values=as_values)]
+    return [quantize_operand(weight, recipe, "weight", uses)]
 
 
 def stack_weights(weights: list[Tensor], dtype: torch.dtype) -> Tensor:

@@ -10,7 +10,7 @@ from fusible.recipes.grouped import (
     group_quantize,
 )
 from fusible.recipes.layout import swizzle_block_scales, unswizzle_block_scales
-from fusible.recipes.matrix import TENSORS_PER_OPERAND, Operand, QuantizedMatrix
+from fusible.recipes.matrix import Operand, QuantizedMatrix, Uses
 from fusible.recipes.mixed import ByOp, ByPass
 from fusible.recipes.model_init import quantized_model_init, weight_parameter
 from fusible.recipes.product import operand_values, quantize_operand
@@ -41,7 +41,6 @@ from fusible.recipes.tensor import QuantizedTensor
 from fusible.recipes.tensor_dispatch import implicit_dequantizes, no_implicit_dequantize
 
 __all__ = [
-    "TENSORS_PER_OPERAND",
     "ByOp",
     "ByPass",
     "CustomRecipe",
@@ -66,6 +65,7 @@ __all__ = [
     "Quantizer",
     "Recipe",
     "Role",
+    "Uses",
     "autocast",
     "current_recipe",
     "get_default_recipe",

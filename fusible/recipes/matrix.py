@@ -111,13 +111,14 @@ def shapes_of(
 
 
 class Uses(NamedTuple):
-    """The outputs of a quantization: for each use the quantized matrix, its values, or both.
+    """The uses of an operand: for each, whether the quantized matrix, its values or both are read.
 
-    Values are in ``compute_dtype``.
+    Row-wise by products that reduce the columns, column-wise by those that reduce the rows. Values
+    are in ``compute_dtype``.
     """
 
-    row: bool
-    column: bool
+    row: bool = False
+    column: bool = False
     row_values: bool = False
     column_values: bool = False
 
@@ -152,22 +153,3 @@ class Operand(NamedTuple):
 
 OperandData = QuantizedMatrix | Tensor
 """An operand for one use: the quantized matrix, or values."""
-
-TENSORS_PER_OPERAND = 4
-"""The number of tensors that an operand for one use is saved as."""
-
-
-def saved_data(data: OperandData | None) -> tuple[Tensor | None, ...]:
-    """Return an operand as tensors, always as many: data, scale, tensor scale, ends; or values."""
-    if isinstance(data, QuantizedMatrix):
-        return data.data, data.scale, data.tensor_scale, data.ends
-    return data, *(None,) * (TENSORS_PER_OPERAND - 1)
-
-
-def restored_data(saved: Sequence[Tensor | None], fmt: NumberFormat | None) -> OperandData | None:
-    """Undo ``saved_data`` for the column-wise use; ``fmt`` is None in high precision."""
-    data, scale, tensor_scale, ends = saved
-    if data is None or fmt is None:
-        return data
-    assert scale is not None
-    return QuantizedMatrix(data, scale, tensor_scale, fmt, fmt.directional, ends)

@@ -6,15 +6,14 @@ With ``x`` ``[tokens, in]``, ``w`` ``[out, in]`` and ``dy`` ``[tokens, out]``:
     data gradient    dx = q(dy) q(w)        reduced over out:    dy row-wise,    w column-wise
     weight gradient  dw = q(dy)^T q(x)      reduced over tokens: dy column-wise, x column-wise
 
-An op quantizes each operand once, for the products that will read it (``quantize_operand``). Its
-matrix product reads the ``operand_values`` of both and accumulates in FP32. It saves what the
-backward reads, the column-wise use of ``x`` and of ``w`` (``saved_data``).
+An op quantizes each operand once, for the uses that its products will read (``quantize_operand``).
+A matrix product reads the ``operand_values`` of both and accumulates in FP32. It saves what the
+backward reads, the column-wise use of ``x`` and of ``w``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, TypeGuard
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -28,32 +27,23 @@ from fusible.recipes.quantizer import Quantizer
 from fusible.recipes.recipe import Recipe, Role
 from fusible.recipes.wrapper import WrapperTensor
 
-ProductKind = Literal["forward", "dgrad", "wgrad"]
 
-_COLUMNWISE: dict[tuple[ProductKind, Role], bool] = {
-    ("forward", "input"): False,
-    ("forward", "weight"): False,
-    ("dgrad", "grad"): False,
-    ("dgrad", "weight"): True,
-    ("wgrad", "grad"): True,
-    ("wgrad", "input"): True,
-}
-
-
-def quantizer(recipe: Recipe, role: Role, *products: ProductKind) -> Quantizer | None:
-    """Return the quantizer of the operand in ``role`` for ``products``, None in high precision."""
+def quantizer(recipe: Recipe, role: Role, uses: Uses) -> Quantizer | None:
+    """Return the quantizer of the operand in ``role`` for ``uses``, None in high precision."""
     fmt = recipe.format(role)
     if fmt is None or recipe.backward_override == "high_precision":  # which reads the original
         return None
-    if role in recipe.mixed_roles and len(set(products)) > 1:  # which quantize the original apart
-        return None
-    rowwise, columnwise = _uses(role, _quantized(products, recipe))
-    return Quantizer(fmt, rowwise=rowwise, columnwise=columnwise)
+    if role in recipe.mixed_roles and uses.rowwise and uses.columnwise:
+        return None  # each is quantized from the original
+    uses = _quantized(uses, recipe)
+    return Quantizer(fmt, rowwise=uses.rowwise, columnwise=uses.columnwise)
 
 
-def _quantized(products: Sequence[ProductKind], recipe: Recipe) -> Sequence[ProductKind]:
-    """The products of ``products`` whose operands are quantized: all, or the forward alone."""
-    return products if recipe.backward_override is None else [p for p in products if p == "forward"]
+def _quantized(uses: Uses, recipe: Recipe) -> Uses:
+    """The uses that are quantized: all, or, with an override, the row-wise ones of the forward."""
+    if recipe.backward_override is None:
+        return uses
+    return Uses(row=uses.row, row_values=uses.row_values)
 
 
 def backward_operand(x: Tensor, forward: Tensor, recipe: Recipe, dtype: torch.dtype) -> Tensor:
@@ -66,30 +56,26 @@ def backward_operand(x: Tensor, forward: Tensor, recipe: Recipe, dtype: torch.dt
 
 
 def quantize_operand(
-    x: Tensor,
-    recipe: Recipe,
-    role: Role,
-    *products: ProductKind,
-    ends: Tensor | None = None,
-    as_values: Sequence[ProductKind] = (),
+    x: Tensor, recipe: Recipe, role: Role, uses: Uses, ends: Tensor | None = None
 ) -> Operand:
-    """Quantize ``x`` ``[..., rows, columns]`` for ``products``, its rows in groups up to ``ends``.
+    """Quantize ``x`` ``[..., rows, columns]`` for ``uses``, its rows in groups up to ``ends``.
 
-    Products ``as_values`` read only the values in ``compute_dtype``: these are made in the launch
-    that quantizes, where a kernel can, and the quantized matrix is not written.
+    Values are made in the launch that quantizes, where a kernel can. A quantized matrix of which
+    only the values are read is not written, unless ``x`` has it.
 
     If ``x`` is quantized already, a use that it lacks is quantized from its dequantized values;
     both uses are if it is in another format than the recipe's for this role, or a view across rows.
     Raises what ``quantization.quantize`` raises, and ValueError if ``x`` has another number of
     groups.
     """
-    products = tuple(_quantized(products, recipe))
-    later = tuple([product for product in products if product != "forward"])
-    fmt = recipe.backward_format(role) if later else recipe.format(role)
-    if later and len(later) < len(products) and role in recipe.mixed_roles:
-        first = quantize_operand(x, recipe, role, "forward", ends=ends, as_values=as_values)
-        second = quantize_operand(x, recipe, role, *later, ends=ends, as_values=as_values)
+    uses = _quantized(uses, recipe)
+    if role in recipe.mixed_roles and uses.rowwise and uses.columnwise:
+        by_row = Uses(row=uses.row, row_values=uses.row_values)
+        by_column = Uses(column=uses.column, column_values=uses.column_values)
+        first, second = [quantize_operand(x, recipe, role, u, ends) for u in (by_row, by_column)]
         return Operand(first.row, second.column, first.row_values, second.column_values)
+    in_backward = role == "grad" or uses.columnwise
+    fmt = recipe.backward_format(role) if in_backward else recipe.format(role)
     if fmt is None:
         x = values(x)
         return Operand(row_values=x, column_values=x)
@@ -98,15 +84,12 @@ def quantize_operand(
         if role != "weight":
             x = x.flatten(0, -2)  # one matrix: blocks of rows go across
     if not is_quantized(x):
-        if not products:
-            return Operand()
-        quantized = _uses(role, [product for product in products if product not in as_values])
-        return quantize_for(x, fmt, Uses(*quantized, *_uses(role, as_values)), ends)
+        return quantize_for(x, fmt, uses, ends) if any(uses) else Operand()
     if isinstance(x, GroupedTensor) and ends is not None and x.num_tensors != ends.shape[0]:
         raise ValueError(
             f"a grouped operand must have the product's {ends.shape[0]} groups, got {x!r}"
         )
-    rowwise, columnwise = _uses(role, products)
+    rowwise, columnwise = uses.rowwise, uses.columnwise
     has_columnwise = x.columnwise_data is not None or not fmt.directional
     blocks_match = not (fmt.hadamard and columnwise) or _blocks_match(x, ends)
     keeps_columnwise = has_columnwise and blocks_match
@@ -164,17 +147,16 @@ def _checked_matrix(x: WrapperTensor, fmt: NumberFormat, columnwise: bool) -> Qu
 
 
 def operand_values(
-    x: Operand, product: ProductKind, role: Role, dtype: torch.dtype = torch.float32
+    x: Operand, dtype: torch.dtype = torch.float32, *, columnwise: bool = False
 ) -> Tensor:
-    """Return the values that ``product`` reads of ``x``, which was quantized for it."""
-    columnwise = _use(product, role)
+    """Return the values of ``x``, which was quantized for this use."""
     data = x.data_for(columnwise=columnwise)
     if isinstance(data, Tensor):
         return data.to(dtype)
     if data is None:
         raise ValueError(
-            f"the {role} of the {product} product must be quantized for it, got an operand without "
-            f"{'column' if columnwise else 'row'}-wise data; name the product in quantize_operand"
+            "an operand must be quantized for the use in which it is read, got one without "
+            f"{'column' if columnwise else 'row'}-wise data; name the use in quantize_operand"
         )
     return dequantize_matrix(data, dtype)
 
@@ -187,17 +169,3 @@ def is_quantized(x: Tensor) -> TypeGuard[WrapperTensor]:
 def values(x: Tensor) -> Tensor:
     """Return ``x`` as an ordinary tensor, dequantized if it is quantized."""
     return x.dequantize() if is_quantized(x) else x
-
-
-def _uses(role: Role, products: Sequence[ProductKind]) -> tuple[bool, bool]:
-    uses = {_use(product, role) for product in products}
-    return False in uses, True in uses
-
-
-def _use(product: ProductKind, role: Role) -> bool:
-    if (product, role) not in _COLUMNWISE:
-        raise ValueError(
-            f"the operand's role in the {product} product must be one of "
-            f"{sorted(r for p, r in _COLUMNWISE if p == product)}, got role {role!r}"
-        )
-    return _COLUMNWISE[product, role]

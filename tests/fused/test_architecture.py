@@ -23,10 +23,7 @@ class Batched(GroupedKernels):
         row, starts = torch.arange(num_rows), torch.cat([ends.new_zeros(1), ends[:-1]])
         return (row >= starts[:, None]) & (row < ends[:, None])
 
-    def restored_groups(self, ends, saved, num_rows):
-        return self.groups(None, ends, num_rows)
-
-    def prepare_rows(self, call, x, role, products, row_scale=None):
+    def prepare_rows(self, call, x, role, uses, row_scale=None):
         batch = x * call.groups[..., None]
         return GroupedOperand(batch, batch)
 

@@ -1,11 +1,12 @@
 """Ops, fused ops and rules of a user's own: each broken contract has a sentence."""
 
 import re
-from typing import Optional
+from typing import NamedTuple, Optional
 
 import pytest
 import reference as ref
 import torch
+from checks import saved_tensors
 from torch import nn
 
 import fusible as fz
@@ -575,6 +576,42 @@ def test_methods_patched_on_one_op_are_called(monkeypatch):
     torch.testing.assert_close(y, expected)
     grads = [torch.autograd.grad(t.sum(), x) for t in (y, expected)]
     torch.testing.assert_close(*grads)
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor | None
+    count: int
+    second: torch.Tensor | None = None
+
+
+class SavesAStructure(fz.BasicOperation):
+    """Its backward reads nested values, of which autograd saves the tensors alone."""
+
+    def op_forward(self, ctx, input_, **_):
+        ctx.save([Pair(input_, input_.shape[0]), (None, [2 * input_, "a"]), ()])
+        return input_**2
+
+    def op_backward(self, ctx, grad_output):
+        [pair, (none, [double, name]), nothing] = ctx.restored()
+        assert type(pair) is Pair
+        assert (pair.second, none, name, nothing) == (None, None, "a", ())
+        return grad_output * (double + pair.first * (pair.count - grad_output.shape[0])), ()
+
+
+@pytest.mark.parametrize("dynamic", [None, False, True], ids=["eager", "static", "dynamic"])
+def test_an_op_saves_a_structure(dynamic):
+    op = fz.Sequential(SavesAStructure())
+    call = op
+    if dynamic is not None:
+        call = torch.compile(op, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for rows in (3, 5):
+        x = torch.randn(rows, 4, requires_grad=True)
+        with saved_tensors() as saved:
+            y = call(x)
+        if dynamic is None:
+            ref.assert_equal(saved, [x, 2 * x])
+        y.backward(torch.ones_like(y))
+        torch.testing.assert_close(x.grad, 2 * x.detach())
 
 
 def test_te_ops_calls_of_the_packages_ops_give_lists_by_op():

@@ -11,6 +11,7 @@ from torch import nn
 
 import fusible as fz
 from fusible import recipes
+from fusible.recipes.matrix import Uses
 from fusible.recipes.product import quantizer
 
 pytest.importorskip("transformers", minversion="5.23")
@@ -157,7 +158,7 @@ def test_merging_rounds_the_sum_once(name, single, safe):
     sums = {n: w + deltas(model)[n] for n, w in sums.items()}
     rowwise = {n: w.pieces().keys() for n, w in Block(FORMATS[name], single).stored().items()}
     merged = model.merge_and_unload(safe_merge=safe).stored()
-    quantize = quantizer(FORMATS[name], "weight", "forward")
+    quantize = quantizer(FORMATS[name], "weight", Uses(row=True))
     for n, weight in merged.items():
         assert weight.pieces().keys() == rowwise[n]
         assert torch.equal(weight.dequantize(), quantize(sums[n]).dequantize())

@@ -25,6 +25,7 @@ from fusible.recipes import quantize_ops
 from fusible.recipes.formats import fp8_block, mxfp8, nvfp4
 from fusible.recipes.matrix import Uses
 from fusible.recipes.quantize_ops import Implementation, dequantize_matrix, quantize_matrix
+from fusible.testing import assume_target
 
 FORMAT = mxfp8()
 OPS = ["fusible::quantize", "fusible::dequantize"]
@@ -246,9 +247,23 @@ SAVED_AND_MULTIPLIED = Uses(False, True, row_values=True, column_values=False)
 MULTIPLIED_TWICE = Uses(False, False, row_values=True, column_values=True)
 
 
+@pytest.fixture
+def wanted(monkeypatch):
+    """The uses for which the quantizer is called directly, where the context has no gradients."""
+    wanted = []
+
+    def quantize(*given):
+        wanted.append(given[3])
+        return quantize_ops.quantize_by_formulas(*given)
+
+    stand_in = Implementation(quantize, quantize_ops.dequantize_by_formulas)
+    monkeypatch.setattr(quantize_ops, "_on_cuda", stand_in)
+    return wanted
+
+
 @pytest.mark.parametrize("build", [fz.BasicLinear, partial(fz.GroupedLinear, 2, bias=False)])
-def test_values_that_products_read_come_from_the_launch_that_quantizes(monkeypatch, build):
-    op, recipe, wanted = build(64, 96), recipes.MXFP8BlockScaling(), []
+def test_values_that_products_read_come_from_the_launch_that_quantizes(monkeypatch, wanted, build):
+    op, recipe = build(64, 96), recipes.MXFP8BlockScaling()
     x, dy = torch.randn(32, 64, requires_grad=True), torch.randn(32, 96)
     sizes = [torch.tensor([20, 12])] * op.num_extra_inputs
 
@@ -257,19 +272,33 @@ def test_values_that_products_read_come_from_the_launch_that_quantizes(monkeypat
             y = op(x, *sizes)
         return y, *torch.autograd.grad(y, (x, *op.parameters()), dy)
 
-    def quantize(*given):
-        wanted.append(given[3])
-        return quantize_ops.quantize_by_formulas(*given)
-
     want = step()
-    stand_in = Implementation(quantize, quantize_ops.dequantize_by_formulas)
-    monkeypatch.setattr(quantize_ops, "_on_cuda", stand_in)
     monkeypatch.setattr(quantize_ops, "is_direct", lambda _: not torch.is_grad_enabled())
     ref.assert_equal(step(), want)
     assert wanted == [SAVED_AND_MULTIPLIED, SAVED_AND_MULTIPLIED, MULTIPLIED_TWICE]
     with fz.ops.reuse_quantized_weights(op):  # quantized for every use
         step()
     assert wanted[3:] == [SAVED_AND_MULTIPLIED, Uses(True, True), MULTIPLIED_TWICE]
+
+
+def test_an_activation_that_is_computed_again_is_quantized_for_the_weight_gradient_alone(
+    monkeypatch, wanted
+):
+    mlp = fz.Sequential(
+        fz.GroupedLinear(2, 64, 64, bias=False, dtype=torch.bfloat16),
+        fz.ScaledSReLU(activation_recompute_in_mlp=True),
+        fz.GroupedLinear(2, 64, 64, bias=False, dtype=torch.bfloat16),
+    )
+    x, scales = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True), torch.rand(32)
+    sizes = torch.tensor([20, 12])
+    monkeypatch.setattr(quantize_ops, "is_direct", lambda _: not torch.is_grad_enabled())
+    with assume_target("sm90"), fz.autocast(recipe=recipes.MXFP8BlockScaling()):
+        mlp(x, sizes, scales, sizes).sum().backward()
+    assert mlp.plan.fired == ("grouped_mlp_sm90",)
+    fc1 = [SAVED_AND_MULTIPLIED, SAVED_AND_MULTIPLIED]  # its input and weights
+    fc2 = [Uses(row_values=True), SAVED_AND_MULTIPLIED]
+    grads_and_activation = [MULTIPLIED_TWICE, Uses(column=True), MULTIPLIED_TWICE]
+    assert wanted == [*fc1, *fc2, *grads_and_activation]
 
 
 def test_an_argument_that_an_op_does_not_have_is_refused():

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusible as fz
 from fusible import recipes
+from fusible.fuser.context import OperationContext
 from fusible.recipes.autocast import Forward, current_recipe
 from fusible.recipes.formats import (
     E4M3,
@@ -21,7 +22,8 @@ from fusible.recipes.formats import (
     mxfp8,
     nvfp4,
 )
-from fusible.recipes.matrix import TENSORS_PER_OPERAND, restored_data, saved_data
+
+ROW, BOTH = recipes.Uses(row=True), recipes.Uses(row=True, column=True)
 
 # --- Recipes -------------------------------------------------------------------------------------
 
@@ -195,10 +197,10 @@ def test_an_e5m2_tensor_is_never_read_as_e4m3():
     ref.assert_same_bits(e4m3(gradient).pieces(), e4m3(gradient.dequantize()).pieces())
     with recipes.no_implicit_dequantize(), pytest.raises(NotImplementedError, match="quantizer"):
         e4m3(gradient)
-    again = recipes.quantize_operand(gradient, MX, "grad", "dgrad")
-    want = recipes.quantize_operand(gradient.dequantize(), MX, "grad", "dgrad")
+    again = recipes.quantize_operand(gradient, MX, "grad", ROW)
+    want = recipes.quantize_operand(gradient.dequantize(), MX, "grad", ROW)
     assert torch.equal(again.row.data.view(torch.uint8), want.row.data.view(torch.uint8))
-    taken = recipes.quantize_operand(gradient, HYBRID, "grad", "dgrad")
+    taken = recipes.quantize_operand(gradient, HYBRID, "grad", ROW)
     assert taken.row.data is gradient.rowwise_data
 
 
@@ -363,8 +365,8 @@ class Rounds(torch.nn.Module):
 
 
 def recipe_values(x, recipe):
-    quantized = recipes.quantize_operand(x, recipe, "input", "forward")
-    return recipes.operand_values(quantized, "forward", "input")
+    quantized = recipes.quantize_operand(x, recipe, "input", ROW)
+    return recipes.operand_values(quantized)
 
 
 def gradient(model, call, recipe, *, backward_scope=None, thread=False):
@@ -514,26 +516,24 @@ def exact_products(x, w, dy, recipe):
     return y, dx, dw
 
 
-def saved_and_restored(x, recipe, role):
-    saved = saved_data(x.data_for(columnwise=True))
-    assert len(saved) == TENSORS_PER_OPERAND
-    column = restored_data(saved, recipe.format(role))
-    return recipes.Operand(column=column)
+def saved_and_restored(x):
+    ctx = OperationContext()
+    ctx.save(x.data_for(columnwise=True))
+    assert len(ctx.to_save) == 4
+    return recipes.Operand(column=ctx.for_backward(ctx.to_save).restored())
 
 
 @each_recipe
 def test_operands_of_the_three_products(recipe):
     x, w, dy = torch.randn(64, 128), torch.randn(256, 128), torch.randn(64, 256)
-    xq = recipes.quantize_operand(x, recipe, "input", "forward", "wgrad")
-    wq = recipes.quantize_operand(w, recipe, "weight", "forward", "dgrad")
-    dyq = recipes.quantize_operand(dy, recipe, "grad", "dgrad", "wgrad")
+    xq = recipes.quantize_operand(x, recipe, "input", BOTH)
+    wq = recipes.quantize_operand(w, recipe, "weight", BOTH)
+    dyq = recipes.quantize_operand(dy, recipe, "grad", BOTH)
     read = recipes.operand_values
-    y = read(xq, "forward", "input") @ read(wq, "forward", "weight").mT
-    saved_x, saved_w = (
-        saved_and_restored(t, recipe, r) for t, r in ((xq, "input"), (wq, "weight"))
-    )
-    dx = read(dyq, "dgrad", "grad") @ read(saved_w, "dgrad", "weight")
-    dw = read(dyq, "wgrad", "grad").mT @ read(saved_x, "wgrad", "input")
+    y = read(xq) @ read(wq).mT
+    saved_x, saved_w = saved_and_restored(xq), saved_and_restored(wq)
+    dx = read(dyq) @ read(saved_w, columnwise=True)
+    dw = read(dyq, columnwise=True).mT @ read(saved_x, columnwise=True)
     want_y, want_dx, want_dw = exact_products(x, w, dy, recipe)
     ref.assert_equal((y, dx), (want_y, want_dx))
     if recipe.format("input").hadamard:  # the sum of the same products, in another order
@@ -551,48 +551,44 @@ def test_grouped_operands_are_those_of_each_group(recipe):
     sizes = torch.tensor([5, 0, 43, 16])
     ends = sizes.cumsum(0)
     x = torch.randn(70, 128)
-    both = recipes.quantize_operand(x, recipe, "input", "forward", "wgrad", ends=ends)
+    both = recipes.quantize_operand(x, recipe, "input", BOTH, ends=ends)
     quantizer = recipes.Quantizer(recipe.format("input"))
     grouped = recipes.group_quantize(x, quantizer, 4, sizes)
-    again = recipes.quantize_operand(grouped, recipe, "input", "forward", "wgrad", ends=ends)
-    late = recipes.quantize_operand(
-        recipes.group(x, 4, sizes), recipe, "input", "forward", ends=ends
-    )
-    saved = saved_and_restored(both, recipe, "input")
-    for product, tensor in (
-        ("forward", both),
-        ("wgrad", saved),
-        ("forward", again),
-        ("wgrad", again),
-        ("forward", late),
+    again = recipes.quantize_operand(grouped, recipe, "input", BOTH, ends=ends)
+    late = recipes.quantize_operand(recipes.group(x, 4, sizes), recipe, "input", ROW, ends=ends)
+    saved = saved_and_restored(both)
+    for columnwise, tensor in (
+        (False, both),
+        (True, saved),
+        (False, again),
+        (True, again),
+        (False, late),
     ):
-        values = recipes.operand_values(tensor, product, "input")
+        values = recipes.operand_values(tensor, columnwise=columnwise)
+        use = recipes.Uses(row=not columnwise, column=columnwise)
         start = 0
         for size in sizes.tolist():
             if size:
-                part = recipes.quantize_operand(x[start : start + size], recipe, "input", product)
-                want = recipes.operand_values(part, product, "input")
+                part = recipes.quantize_operand(x[start : start + size], recipe, "input", use)
+                want = recipes.operand_values(part, columnwise=columnwise)
                 assert torch.equal(values[start : start + size], want)
             start += size
         assert not values[start:].any()
     with pytest.raises(ValueError, match="must have the product's 3 groups"):
-        recipes.quantize_operand(grouped, recipe, "input", "forward", ends=ends[:3])
+        recipes.quantize_operand(grouped, recipe, "input", ROW, ends=ends[:3])
 
 
 def test_a_recipe_in_high_precision_keeps_operands_as_they_are():
     x = torch.randn(3, 5, dtype=torch.float64)
-    kept = recipes.quantize_operand(x, recipes.Recipe(), "input", "forward", "wgrad")
-    assert recipes.operand_values(kept, "forward", "input", torch.float64) is x
-    assert saved_data(kept.data_for(columnwise=True))[0] is x
-    assert saved_data(None) == (None,) * TENSORS_PER_OPERAND
-    with pytest.raises(ValueError, match="got role 'grad'"):
-        recipes.quantize_operand(x, MX, "grad", "forward")
+    kept = recipes.quantize_operand(x, recipes.Recipe(), "input", BOTH)
+    assert recipes.operand_values(kept, torch.float64) is x
+    assert kept.data_for(columnwise=True) is x
 
 
 def test_a_saved_operand_has_no_row_wise_data_to_misread():
-    xq = recipes.quantize_operand(torch.randn(32, 32), MX, "input", "forward", "wgrad")
-    with pytest.raises(ValueError, match="without row-wise data; name the product"):
-        recipes.operand_values(saved_and_restored(xq, MX, "input"), "forward", "input")
+    xq = recipes.quantize_operand(torch.randn(32, 32), MX, "input", BOTH)
+    with pytest.raises(ValueError, match="without row-wise data; name the use"):
+        recipes.operand_values(saved_and_restored(xq))
 
 
 @pytest.mark.parametrize("grouped", [False, True])
@@ -604,8 +600,8 @@ def test_a_use_that_an_operand_lacks_is_made_of_its_values(has, grouped):
     q = recipes.group_quantize(x, quantizer, 2, sizes) if grouped else quantizer(x)
     own = {name: piece.clone() for name, piece in q.pieces().items()}
     ends = q.ends
-    got = recipes.quantize_operand(q, MX, "input", "forward", "wgrad", ends=ends)
-    both = recipes.quantize_operand(q.dequantize(), MX, "input", "forward", "wgrad", ends=ends)
+    got = recipes.quantize_operand(q, MX, "input", BOTH, ends=ends)
+    both = recipes.quantize_operand(q.dequantize(), MX, "input", BOTH, ends=ends)
     kept = q.rowwise_data if has == "row" else q.columnwise_data
     assert getattr(got, has).data is kept
     other = "column" if has == "row" else "row"

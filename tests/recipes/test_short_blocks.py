@@ -9,7 +9,7 @@ from number_formats import each_recipe
 from torch.nn.functional import pad
 
 import fusible as fz
-from fusible.recipes import operand_values, quantize_operand
+from fusible.recipes import Uses, operand_values, quantize_operand
 from fusible.testing import assume_target
 
 BLOCK = fz.recipes.Float8BlockScaling()
@@ -61,10 +61,11 @@ def test_gpt_oss_is_fused_as_under_other_recipes():
         assert not explained.errors
 
 
-def exact(t, role, product):
+def exact(t, role, columnwise=False):
     """The operand of a product, dequantized, in FP64."""
-    operand = quantize_operand(t.detach(), BLOCK, role, product)
-    return operand_values(operand, product, role, torch.float64)
+    use = Uses(row=not columnwise, column=columnwise)
+    operand = quantize_operand(t.detach(), BLOCK, role, use)
+    return operand_values(operand, torch.float64, columnwise=columnwise)
 
 
 def products_in_fp64(mlp, x, splits, scales, dy):
@@ -73,21 +74,21 @@ def products_in_fp64(mlp, x, splits, scales, dy):
     groups = [t.split(splits.tolist()) for t in (x, scales, dy)]
     for group, (rows, scale, d) in enumerate(zip(*groups, strict=True)):
         up, down = mlp[0].weights()[group], mlp[2].weights()[group]
-        y = exact(rows, "input", "forward") @ exact(up, "weight", "forward").t()
+        y = exact(rows, "input") @ exact(up, "weight").t()
         y = (y + mlp[0].biases()[group].double()).bfloat16().double().requires_grad_()
         gate, linear = y.chunk(2, -1)
         gate, linear = gate.clamp(max=7.0), linear.clamp(-7.0, 7.0)
         act = gate * torch.sigmoid(1.702 * gate) * (linear + 1) * scale.double()[:, None]
         h = act.detach().bfloat16()
-        out = exact(h, "input", "forward") @ exact(down, "weight", "forward").t()
-        dh = exact(d, "grad", "dgrad") @ exact(down, "weight", "dgrad")
+        out = exact(h, "input") @ exact(down, "weight").t()
+        dh = exact(d, "grad") @ exact(down, "weight", columnwise=True)
         (dy_up,) = torch.autograd.grad(act, y, dh.bfloat16().double())
         dy_up = dy_up.bfloat16()
         results.append((
             out + mlp[2].biases()[group].double(),
-            exact(dy_up, "grad", "wgrad").t() @ exact(rows, "input", "wgrad"),
+            exact(dy_up, "grad", columnwise=True).t() @ exact(rows, "input", columnwise=True),
             dy_up.double().sum(0),
-            exact(d, "grad", "wgrad").t() @ exact(h, "input", "wgrad"),
+            exact(d, "grad", columnwise=True).t() @ exact(h, "input", columnwise=True),
             d.double().sum(0),
         ))  # fmt: skip
     return zip(*results, strict=True)

@@ -80,8 +80,8 @@ def test_training_on_weights_for_inference_quantizes_their_values_once_more(reci
     again = QuantizedTensor.quantize(
         op.weight.dequantize(), recipe.format("weight"), rowwise=True, columnwise=True
     )
-    rows = recipes.quantize_operand(dy, recipe, "grad", "dgrad")
-    dy_values = recipes.operand_values(rows, "dgrad", "grad")
+    rows = recipes.quantize_operand(dy, recipe, "grad", recipes.Uses(row=True))
+    dy_values = recipes.operand_values(rows)
     weight = again if recipe.format("weight").directional else op.weight
     torch.testing.assert_close(x.grad, dy_values @ weight.dequantize(columnwise=True))
     if recipe.format("weight").directional:
