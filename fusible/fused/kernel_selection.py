@@ -162,7 +162,7 @@ KERNELS = (
             one_of(this.act.activation, *activations.SM100_ACTIVATIONS),
             equal(this.act.glu_interleave_size, sm100.INTERLEAVE, _INTERLEAVE_HINT),
             where(this.format.input, "none", one_of(this.act.activation, *sm100.BF16_ACTIVATIONS)),
-            where(this.format.input, "none", one_of(this.act.geglu, None, sm100.BF16_GEGLU)),
+            where(this.format.input, "none", one_of(this.act.clamp, None, sm100.BF16_CLAMP)),
         ),
         "Operands in the recipe's own format; the activation's epilogue writes FC2's.",
     ),

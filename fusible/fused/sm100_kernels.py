@@ -28,7 +28,6 @@ from fusible.ops.grouped_kernels import (
     GroupedOperand,
     LinearCall,
     SavedLinear,
-    glu_of,
 )
 from fusible.ops.matrices import buffer_rows
 from fusible.ops.weights import quantize_weights, stack_weights
@@ -179,7 +178,7 @@ class Sm100Kernels(GroupedKernels):
     ) -> Activated:
         """See `GroupedKernels`; the kernel always gives the pre-activation."""
         bias = call.linear.stacked_bias(call.ctx, call.ctx.dtype)
-        outputs = operands.glu(x, weights, call.groups, scales, bias=bias, glu=glu_of(act))
+        outputs = operands.glu(x, weights, call.groups, scales, bias=bias, glu=act.glu)
         return Activated(*outputs)
 
     def dglu(
@@ -195,7 +194,7 @@ class Sm100Kernels(GroupedKernels):
         """See `GroupedKernels`; the kernel sums the bias's gradient."""
         bias, groups = first.linear.needs_bias_grads(first.ctx), second.call.groups
         d, dscales, dbias = operands.dglu(
-            dy, second.weights, groups, preact, scales, bias=bias, glu=glu_of(act)
+            dy, second.weights, groups, preact, scales, bias=bias, glu=act.glu
         )
         return ActivationGrads(d, None, dscales, dbias if bias else None)
 

@@ -38,7 +38,6 @@ from fusible.ops.grouped_kernels import (
     GroupedOperand,
     LinearCall,
     SavedLinear,
-    glu_of,
 )
 from fusible.ops.matrices import GatheredRows, QuantizedRows, as_2d, source_of
 from fusible.ops.operand_cache import cached_copy
@@ -166,7 +165,7 @@ class Sm90Fp8Kernels(GroupedKernels):
             return super().glu(call, act, x, weights, scales, save_preact)
         fmt = _format(ctx.recipe, "input")
         bias = linear.stacked_bias(ctx, torch.bfloat16)
-        given = call.ends, scales, glu_of(act), bias, save_preact, x.scale, weights.scale, fmt
+        given = call.ends, scales, act.glu, bias, save_preact, x.scale, weights.scale, fmt
         quantized = save_preact and act.cache_quantized_input
         preact, data, scale, preact_scale = grouped.grouped_glu_quantized(
             x.data, [weights.data], *given, quantized, zero_tail=ctx.zero_tail
@@ -188,7 +187,7 @@ class Sm90Fp8Kernels(GroupedKernels):
 
         One epilogue for both was slower (``benchmarks/NOTES.md``).
         """
-        call, linear, glu = second.call, first.linear, glu_of(act)
+        call, linear, glu = second.call, first.linear, act.glu
         recipe, ends = call.ctx.recipe, call.ends
         fmt, of_input = _format(recipe, "grad"), _format(recipe, "input")
         columns = first.linear.out_features
@@ -222,7 +221,7 @@ def epilogue_quantizes(recipe: Recipe, linear: GroupedLinear, act: Any, *, train
 
     ``trains``: only if the activation's backward can quantize it, too.
     """
-    glu, fmt, of_grad = glu_of(act), _format(recipe, "input"), _format(recipe, "grad")
+    glu, fmt, of_grad = act.glu, _format(recipe, "input"), _format(recipe, "grad")
     if fmt.block is None or not quantizes_activation(glu.activation, linear.has_bias):
         return False
     return not trains or writes_activation(glu, linear.out_features, fmt, of_grad)

@@ -41,16 +41,17 @@ class Glu(NamedTuple):
         """Columns of the pre-activation for one of the activation: 2 if it is gated, else 1."""
         return self.row.sides
 
+    @property
+    def options(self) -> dict[str, float]:
+        """The constants of its formula, by keyword."""
+        return {o.keyword: v for o, v in zip(self.row.options, self[2:], strict=False)}
+
     def forward(self, preact: Tensor, scales: Tensor | None) -> Tensor:
         """The activation, times the scale of each row if there are scales."""
-        return self.row.forward(preact, scales, self.interleave or None, **self._options())
+        return self.row.forward(preact, scales, self.interleave or None, **self.options)
 
     def backward(
         self, dy: Tensor, preact: Tensor, scales: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Gradients of the pre-activation and, if there are scales, of these."""
-        return self.row.backward(dy, preact, scales, self.interleave or None, **self._options())
-
-    def _options(self) -> dict[str, float]:
-        options = self.row.options
-        return {option.keyword: v for option, v in zip(options, self[2:], strict=False)}
+        return self.row.backward(dy, preact, scales, self.interleave or None, **self.options)

@@ -10,6 +10,7 @@ from torch import Tensor
 from fusible.activations import ACTIVATIONS
 from fusible.arguments import check_bools
 from fusible.fuser.context import OperationContext
+from fusible.kernels.glu import Glu
 from fusible.kernels.quantize.k_major import ScaledMatrix
 from fusible.kernels.quantize.saved_input import input_values, quantize_input
 from fusible.ops.casting import CastingOp, apply_quantizer, cast_grad
@@ -28,7 +29,7 @@ class Activation(CastingOp):
     pattern_types: ClassVar[tuple[type[Activation], ...]] = ()
     """The activations of this package, which `Activation` stands for in a rule's pattern."""
     fact_names: ClassVar[tuple[str, ...]] = (
-        "cache_quantized_input", "gated", "glu_interleave_size", "geglu",
+        "cache_quantized_input", "gated", "glu_interleave_size", "clamp",
     )  # fmt: skip
     gated: ClassVar[bool] = False
     glu_interleave_size: int | None = None
@@ -52,29 +53,29 @@ class Activation(CastingOp):
                 Activation.pattern_types += (cls,)
 
     @property
-    def geglu(self) -> tuple[float, float] | None:
-        """Limit and slope of a clamped GeGLU, None of another activation."""
-        options = self.options()
-        return (options["limit"], options["alpha"]) if "limit" in options else None
-
-    def options(self) -> dict[str, float]:
-        """The constants of its formula, by keyword, in order."""
+    def glu(self) -> Glu:
+        """The activation with its options, as an argument of the grouped products."""
         options = ACTIVATIONS[self.activation].options
-        return {option.keyword: getattr(self, option.attribute) for option in options}
+        values = [getattr(self, option.attribute) for option in options]
+        return Glu(self.activation, self.glu_interleave_size or 0, *values)
+
+    @property
+    def clamp(self) -> tuple[float, float] | None:
+        """Limit and slope of a clamped gated unit, None of another activation."""
+        options = self.glu.options
+        return (options["limit"], options["alpha"]) if "limit" in options else None
 
     def value(self, x: Tensor, scales: Tensor | None = None) -> Tensor:
         """The activation, times one scale per row if there are any."""
         if self.gated:
             check_interleaved(x, self.glu_interleave_size, type(self).__name__)
-        row = ACTIVATIONS[self.activation]
-        return row.forward(x, scales, self.glu_interleave_size, **self.options())
+        return self.glu.forward(x, scales)
 
     def grads(
         self, dy: Tensor, x: Tensor, scales: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Gradients of the input and of the scales, if there are any."""
-        row = ACTIVATIONS[self.activation]
-        return row.backward(dy, x, scales, self.glu_interleave_size, **self.options())
+        return self.glu.backward(dy, x, scales)
 
     def save_inputs(self, ctx: OperationContext, x: Tensor, *scales: Tensor | None) -> None:
         """Save ``(x, *scales)`` for the backward, also of an input that a fused op computed.

@@ -29,7 +29,7 @@ from fusible.kernels.grouped.vectors import launch_group_ends
 from fusible.kernels.runtime.launch import TENSOR_TYPES
 from fusible.kernels.sm90.grouped_products import DenseOperand, can_read_in_place, products_by_rows
 from fusible.kernels.sm90.operands import is_row_scale
-from fusible.ops.grouped_kernels import DEFAULT_KERNELS, glu_of
+from fusible.ops.grouped_kernels import DEFAULT_KERNELS
 from fusible.ops.op import Grads
 from fusible.ops.scaled_activation import in_pieces
 from fusible.ops.weights import WeightedOperation
@@ -197,7 +197,7 @@ class GroupedFastPath:
         first_param, first_weight, size = 0, 0, self._dtype.itemsize
         for i, (op, of_op) in enumerate(zip(ops, plan.grad, strict=True)):
             if not isinstance(op, WeightedOperation):
-                self._act, self._glu, self._scaled = op, glu_of(op), op.num_extra_inputs > 0
+                self._act, self._glu, self._scaled = op, op.glu, op.num_extra_inputs > 0
                 continue
             of_linear = products[len(self._linears)]
             self._linears.append(_Linear(i, op, of_op, of_linear, size, first_param, first_weight))

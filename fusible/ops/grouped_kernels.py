@@ -20,7 +20,6 @@ from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.kernels import grouped
 from fusible.kernels.dense import scaled_mm
-from fusible.kernels.glu import Glu
 from fusible.kernels.quantize.k_major import ScaledMatrix, elements_and_scale
 from fusible.ops.matrices import as_2d, buffer_rows
 from fusible.ops.wgrad import WeightGradient, dense_gradient, grouped_gradient
@@ -274,10 +273,10 @@ class GroupedKernels:
         bias = call.linear.stacked_bias(ctx, value_dtype(x.dtype))
         if _are_stored(w):
             stored = StoredWeights.of(w), w[0].format
-            out = grouped.stored_glu(x, *stored, call.ends, scales, glu_of(act), bias)
+            out = grouped.stored_glu(x, *stored, call.ends, scales, act.glu, bias)
             preact = x.new_empty(0, w[0].shape[-2])
         else:
-            options = scales, glu_of(act), bias, save_preact, x_scale, w_scale
+            options = scales, act.glu, bias, save_preact, x_scale, w_scale
             preact, out = grouped.grouped_glu(x, w, call.ends, *options, zero_tail=ctx.zero_tail)
         return Activated(preact, cast(out, ctx.dtype))
 
@@ -299,7 +298,7 @@ class GroupedKernels:
         be written to.
         """
         call, ctx = second.call, second.call.ctx
-        of_activation, zero_tail = (preact, scales, glu_of(act)), ctx.zero_tail
+        of_activation, zero_tail = (preact, scales, act.glu), ctx.zero_tail
         weights = _values_of_weights(call, second.weights)
         dpreact, recomputed, dscales = grouped.grouped_dglu(
             dy, weights, call.ends, *of_activation, overwrite=overwrite, zero_tail=zero_tail
@@ -332,11 +331,6 @@ def _values_for_products(data: OperandData | None) -> Tensor | None:
 def kernels_of(ctx: OperationContext) -> GroupedKernels:
     """The kernels that kernel selection found for an op."""
     return DEFAULT_KERNELS if ctx.kernels is None else ctx.kernels
-
-
-def glu_of(act: Any) -> Glu:
-    """The parameters of an activation for the library ops."""
-    return Glu(act.activation, act.glu_interleave_size or 0, *act.options().values())
 
 
 def _matmul(

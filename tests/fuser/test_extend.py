@@ -301,7 +301,7 @@ def test_what_is_no_fact_is_refused_at_registration(need, says, own_fusions):
 
 
 def test_facts_of_alternatives_and_of_optional_ops(own_fusions):
-    @rule(equal(this.act.geglu, None))
+    @rule(equal(this.act.clamp, None))
     def every(act: fz.ScaledSwiGLU | fz.ScaledClampedQGeGLU) -> ref.ScalesInOne:
         return ref.ScalesInOne([act])
 

@@ -12,6 +12,6 @@ MAX_GROUPS = 1024
 DTYPE = "bfloat16"  # of what is not quantized
 # Activations with BF16 operands; the clamped GeGLU then has these constants baked in: limit, alpha.
 BF16_ACTIVATIONS = ("swiglu", "clamped_qgeglu")
-BF16_GEGLU = (7.0, 1.702)
+BF16_CLAMP = (7.0, 1.702)
 QUANTIZED = (mxfp8(), nvfp4())
 VECTORS = ("none", *[fmt.vectors for fmt in QUANTIZED])
