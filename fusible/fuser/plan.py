@@ -317,7 +317,7 @@ class _Matcher:
             fp8_products=recipe is None or recipe.fp8_products,
             format=_format_facts(recipe, "name"),
             scaling=_format_facts(recipe and recipe.of_fp8_products, "scaling"),
-            vectors=_format_facts(recipe, "vectors"),
+            reduction_blocks=_format_facts(recipe, "reduction_blocks"),
             sm=self._target.sm,
             cudnn_frontend=self._target.cudnn_frontend,
             cutlass_dsl=self._target.cutlass_dsl,

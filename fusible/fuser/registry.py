@@ -108,7 +108,7 @@ def check_names(rule: Rule) -> None:
         ValueError: a dtype is compared with no name of one.
     """
     dtypes = [str(d).removeprefix("torch.") for d in vars(torch).values() if type(d) is torch.dtype]
-    recipes = ["none", *dict.fromkeys(_recipe_names(Recipe))]
+    recipes = list(dict.fromkeys(_recipe_names(Recipe)))
     for path, value in [pair for need in rule.needs for pair in need.only_where]:
         if path.names == ("recipe",) and value not in recipes:
             warnings.warn(

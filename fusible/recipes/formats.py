@@ -105,13 +105,13 @@ class NumberFormat:
 
     @property
     def scaling(self) -> str:
-        """Return elements and scales in words, as rules of kernels compare them."""
+        """Return in words how elements and scales are stored, whatever their values mean."""
         shape = "matrix" if self.block is None else "{}x{}".format(*self.block)
         scale = str(self.scale_dtype).removeprefix("torch.")
         return f"fp{8 // self.element.per_byte} with one {scale} scale per {shape}"
 
     @property
-    def vectors(self) -> str:
+    def reduction_blocks(self) -> str:
         """Return in words what a product reads along its reduction, whatever made the numbers."""
         size = "matrix" if self.block is None else self.block[1]
         return f"{self.element.name} with one {self.scale} scale per {size}"

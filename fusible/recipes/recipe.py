@@ -100,7 +100,7 @@ class Recipe(_Options):
     conditions of fusion rules read and what ``explain`` prints, and override ``format``.
     """
 
-    name: ClassVar[str] = "high_precision"
+    name: ClassVar[str] = "none"
     backward_override: ClassVar[str | None] = None
     fp8_products: ClassVar[bool] = True
     """Whether Hopper's kernels may multiply FP8 operands rather than their dequantized values."""

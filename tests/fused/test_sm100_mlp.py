@@ -706,13 +706,13 @@ def test_reasons_tell_what_to_do():
     )
     hybrid = recipes.MXFP8BlockScaling(recipes.Format.HYBRID)
     assert refusal(mlp(3), given, hybrid) == (
-        "vectors.grad must be equal to vectors.input (which is e4m3 with one e8m0_up scale per "
-        "32), got e5m2 with one e8m0_up scale per 32",
+        "reduction_blocks.grad must be equal to reduction_blocks.input (which is e4m3 with one "
+        "e8m0_up scale per 32), got e5m2 with one e8m0_up scale per 32",
     )
     (reason,) = refusal(mlp(3), given, recipes.Float8CurrentScaling(recipes.Format.E4M3))
     assert reason.startswith(
-        "vectors.input must be one of none, e4m3 with one e8m0_up scale per 32, e2m1 with one e4m3 "
-        "scale per 16, got e4m3 with one fp32 scale per matrix"
+        "reduction_blocks.input must be one of none, e4m3 with one e8m0_up scale per 32, e2m1 with "
+        "one e4m3 scale per 16, got e4m3 with one fp32 scale per matrix"
     )
     for old, reason in (
         (

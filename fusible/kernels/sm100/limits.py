@@ -14,4 +14,4 @@ DTYPE = "bfloat16"  # of what is not quantized
 BF16_ACTIVATIONS = ("swiglu", "clamped_qgeglu")
 BF16_CLAMP = (7.0, 1.702)
 QUANTIZED = (mxfp8(), nvfp4())
-VECTORS = ("none", *[fmt.vectors for fmt in QUANTIZED])
+REDUCTION_BLOCKS = ("none", *[fmt.reduction_blocks for fmt in QUANTIZED])
