@@ -18,6 +18,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
+from fusible.arguments import check_bools
 from fusible.calls import is_traced
 from fusible.recipes.formats import HADAMARD, NumberFormat
 from fusible.recipes.grouped import GroupedTensor
@@ -150,6 +151,7 @@ def operand_values(
     x: Operand, dtype: torch.dtype = torch.float32, *, columnwise: bool = False
 ) -> Tensor:
     """Return the values of ``x``, which was quantized for this use."""
+    check_bools("operand_values", columnwise=columnwise)
     data = x.data_for(columnwise=columnwise)
     if isinstance(data, Tensor):
         return data.to(dtype)

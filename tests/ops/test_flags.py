@@ -24,6 +24,7 @@ REQUIRED = {
     "size": 4,
     "module": torch.nn.Identity(),
     "modules": torch.nn.Identity(),
+    "x": recipes.Operand(),
     "sample_args": (),
     "scale": torch.zeros(128, 4, dtype=torch.uint8),
     "swizzled": torch.zeros(1, 1, 32, 4, 4, dtype=torch.uint8),
