@@ -207,11 +207,9 @@ def _with_tensors(structure: Sequence[Any], tensors: Iterator[Tensor | None]) ->
 
 
 def _like(values: Sequence[Any], parts: list[Any]) -> Any:
-    """The parts as a tuple, a list or a named tuple, as ``values`` are."""
+    """The parts as a tuple, a list, a named tuple or a size, as ``values`` are."""
     kind: Any = type(values)
-    if kind is tuple:
-        return tuple(parts)
-    return parts if kind is list else kind(*parts)
+    return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
 
 
 def call_fuser_forward(

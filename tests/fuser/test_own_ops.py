@@ -588,13 +588,14 @@ class SavesAStructure(fz.BasicOperation):
     """Its backward reads nested values, of which autograd saves the tensors alone."""
 
     def op_forward(self, ctx, input_, **_):
-        ctx.save([Pair(input_, input_.shape[0]), (None, [2 * input_, "a"]), ()])
+        ctx.save([Pair(input_, input_.shape[0]), (None, [2 * input_, "a"]), (), input_.shape])
         return input_**2
 
     def op_backward(self, ctx, grad_output):
-        [pair, (none, [double, name]), nothing] = ctx.restored()
+        [pair, (none, [double, name]), nothing, shape] = ctx.restored()
         assert type(pair) is Pair
         assert (pair.second, none, name, nothing) == (None, None, "a", ())
+        assert shape == grad_output.shape
         return grad_output * (double + pair.first * (pair.count - grad_output.shape[0])), ()
 
 
