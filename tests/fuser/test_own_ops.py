@@ -615,6 +615,15 @@ def test_an_op_saves_a_structure(dynamic):
         torch.testing.assert_close(x.grad, 2 * x.detach())
 
 
+def test_the_last_call_that_saves_counts():
+    x, ctx = torch.randn(2), OperationContext()
+    with pytest.raises(TypeError, match="must be in a tuple or a list, got Tensor"):
+        ctx.save(x)
+    ctx.save((x, [2 * x]))
+    ctx.save_for_backward(x)
+    assert ctx.for_backward(ctx.to_save).restored() == ()
+
+
 def test_te_ops_calls_of_the_packages_ops_give_lists_by_op():
     op = fz.Dispatch(2)
     ctx = OperationContext()
