@@ -77,7 +77,7 @@ class GroupedLinearGLU(FusedOperation):
         (linear, act), ctx_act = self._basic_ops, ctxs[1]
         activated, *_ = _linear_glu(linear, act, ctxs, x, extra)
         if ctx_act.requires_grad:
-            assert isinstance(activated.preact, Tensor)  # of the library's kernels
+            assert isinstance(activated.preact, Tensor)  # of the default kernels
             preact = restore_leading_dims(activated.preact, x)
             act.save_inputs(ctx_act, preact, *extra[1])
         return restore_leading_dims(activated.output, x), [(), ()]
@@ -109,7 +109,7 @@ class GroupedMLP(FusedOperation):
         return self.kernels.multiplies(recipe, *self._basic_ops)
 
     def fast_path(self, plan: Plan, key: PlanKey) -> FastPath | None:
-        """With the library's kernels or by FP8 products on Hopper, as a node of its own."""
+        """With the default kernels or by FP8 products on Hopper, as a node of its own."""
         fast_path = _FAST_PATHS.get(self.kernels)
         return None if fast_path is None else fast_path.of(plan, key, *self._basic_ops)
 

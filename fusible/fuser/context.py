@@ -17,6 +17,7 @@ Tensors = Sequence[Tensor | None]
 
 _ALL = GradNeeds(True, True, (), ())
 _NO_KWARGS: dict[str, Any] = {}
+_SEQUENCES = tuple, list  # that `OperationContext.save` looks into
 
 
 class OperationContext:
@@ -133,7 +134,8 @@ class OperationContext:
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         """Save tensors for the backward; called in the forward, the last call counts."""
-        self.to_save, self.grouped_rows, self.row_ends = tensors, (), None
+        self.to_save, self._structure = tensors, ()
+        self.grouped_rows, self.row_ends = (), None
 
     def save(
         self, values: Sequence[Any], ends: Tensor | None = None, grouped_rows: tuple[int, ...] = ()
@@ -143,6 +145,10 @@ class OperationContext:
         The backward gets them by :meth:`restored`. Tensors and None become ``to_save`` in their
         order, in which ``grouped_rows`` of groups up to ``ends`` are counted.
         """
+        if not isinstance(values, _SEQUENCES):
+            raise TypeError(
+                f"values of ctx.save must be in a tuple or a list, got {type(values).__name__}"
+            )
         tensors: list[Tensor | None] = []
         self._structure = _without_tensors(values, tensors)
         self.to_save, self.grouped_rows, self.row_ends = tuple(tensors), grouped_rows, ends
@@ -186,7 +192,7 @@ def _without_tensors(values: Sequence[Any], tensors: list[Tensor | None]) -> Any
         if value is None or isinstance(value, Tensor):
             tensors.append(value)
             parts.append(None)
-        elif isinstance(value, tuple | list):
+        elif isinstance(value, _SEQUENCES):
             parts.append(_without_tensors(value, tensors))
         else:
             parts.append(value)
@@ -199,7 +205,7 @@ def _with_tensors(structure: Sequence[Any], tensors: Iterator[Tensor | None]) ->
     for part in structure:
         if part is None:
             parts.append(next(tensors))
-        elif isinstance(part, tuple | list):
+        elif isinstance(part, _SEQUENCES):
             parts.append(_with_tensors(part, tensors))
         else:
             parts.append(part)
@@ -207,11 +213,9 @@ def _with_tensors(structure: Sequence[Any], tensors: Iterator[Tensor | None]) ->
 
 
 def _like(values: Sequence[Any], parts: list[Any]) -> Any:
-    """The parts as a tuple, a list or a named tuple, as ``values`` are."""
+    """The parts as a tuple, a list, a named tuple or a size, as ``values`` are."""
     kind: Any = type(values)
-    if kind is tuple:
-        return tuple(parts)
-    return parts if kind is list else kind(*parts)
+    return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
 
 
 def call_fuser_forward(

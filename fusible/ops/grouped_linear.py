@@ -275,7 +275,7 @@ class GroupedLinear(WeightedOperation):
     # --- math ------------------------------------------------------------------------------------
 
     def fast_path(self, plan: Plan, key: PlanKey) -> LinearFastPath | None:
-        """With the library's kernels, as a node of its own."""
+        """With the default kernels, as a node of its own."""
         return LinearFastPath.of(plan, key, self)
 
     def forward_impl(self, ctx: OperationContext, x: Tensor, *extra: Tensor | None) -> Tensor:

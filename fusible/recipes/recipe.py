@@ -96,8 +96,9 @@ def _params_of(role: Role) -> property:
 class Recipe(_Options):
     """Number formats of the operands of every matrix product run under it.
 
-    Frozen and hashable, because plans are cached by recipe. Subclasses set ``name``, which is what
-    conditions of fusion rules read and what ``explain`` prints, and override ``format``.
+    Frozen and hashable, because plans are cached by recipe. Subclasses override ``format`` and set
+    ``name``, by default that of the class, which conditions of fusion rules read and ``explain``
+    prints.
     """
 
     name: ClassVar[str] = "none"
@@ -108,6 +109,11 @@ class Recipe(_Options):
     """Operands that the forward and the backward read in different formats."""
     is_mixed: ClassVar[bool] = False
     """Whether ops of a run have recipes of their own."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if cls.name == "none":  # by which rules know that nothing is quantized
+            cls.name = cls.__name__
 
     def format(self, role: Role) -> NumberFormat | None:
         """Return the format of the operand in ``role``; None keeps it in high precision."""

@@ -588,13 +588,14 @@ class SavesAStructure(fz.BasicOperation):
     """Its backward reads nested values, of which autograd saves the tensors alone."""
 
     def op_forward(self, ctx, input_, **_):
-        ctx.save([Pair(input_, input_.shape[0]), (None, [2 * input_, "a"]), ()])
+        ctx.save([Pair(input_, input_.shape[0]), (None, [2 * input_, "a"]), (), input_.shape])
         return input_**2
 
     def op_backward(self, ctx, grad_output):
-        [pair, (none, [double, name]), nothing] = ctx.restored()
+        [pair, (none, [double, name]), nothing, shape] = ctx.restored()
         assert type(pair) is Pair
         assert (pair.second, none, name, nothing) == (None, None, "a", ())
+        assert shape == grad_output.shape
         return grad_output * (double + pair.first * (pair.count - grad_output.shape[0])), ()
 
 
@@ -612,6 +613,15 @@ def test_an_op_saves_a_structure(dynamic):
             ref.assert_equal(saved, [x, 2 * x])
         y.backward(torch.ones_like(y))
         torch.testing.assert_close(x.grad, 2 * x.detach())
+
+
+def test_the_last_call_that_saves_counts():
+    x, ctx = torch.randn(2), OperationContext()
+    with pytest.raises(TypeError, match="must be in a tuple or a list, got Tensor"):
+        ctx.save(x)
+    ctx.save((x, [2 * x]))
+    ctx.save_for_backward(x)
+    assert ctx.for_backward(ctx.to_save).restored() == ()
 
 
 def test_te_ops_calls_of_the_packages_ops_give_lists_by_op():

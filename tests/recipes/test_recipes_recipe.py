@@ -155,6 +155,24 @@ def test_a_recipe_that_transforms_one_operand_of_a_product(transformed):
         fz.autocast(recipe=Own())
 
 
+def test_a_recipe_without_a_name_is_not_taken_for_none():
+    class Own(recipes.Recipe):
+        def format(self, role):
+            return mxfp8()
+
+    layer, x = fz.Linear(64, 64), torch.randn(32, 64)
+    with torch.no_grad():
+        with fz.autocast(recipe=MX):
+            want = layer(x)
+        with fz.autocast(recipe=Own()):
+            got = layer(x)
+    assert torch.equal(got, want)
+    assert (layer.plan.recipe_name, layer.plan.fired) == ("Own", ())
+    with fz.autocast(recipe=recipes.Recipe()):
+        layer(x)
+    assert (layer.plan.recipe_name, layer.plan.fired) == ("none", ("linear_bias_activation",))
+
+
 # --- Quantizers ----------------------------------------------------------------------------------
 
 
