@@ -72,6 +72,18 @@ def in_data_parallel() -> bool:
     return torch.nn.parallel.DistributedDataParallel._active_ddp_module is not None
 
 
+def reduced_by_data_parallel(parameters: Sequence[Any]) -> bool:
+    """Whether ``DistributedDataParallel`` will reduce gradients of some of the parameters.
+
+    Those of this forward, which it is in.
+    """
+    module = torch.nn.parallel.DistributedDataParallel._active_ddp_module
+    if module is None or not module.require_backward_grad_sync:
+        return False
+    reduced = {id(p) for p in module._module_parameters if p.requires_grad}
+    return any([id(p) in reduced for p in parameters])
+
+
 def in_compiled_autograd() -> bool:
     """Whether this is a backward that compiled autograd runs."""
     module = sys.modules.get("torch._dynamo.compiled_autograd")  # its import is slow

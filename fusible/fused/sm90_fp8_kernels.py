@@ -121,7 +121,7 @@ class Sm90Fp8Kernels(GroupedKernels):
         operands = _quantized(x, call, role, rowwise=rowwise, columnwise=columnwise and not later)
         column: Any = operands.column
         if role == "input":
-            column = _Source(x.source, x.index) if later else _as_it_lies(column)
+            column = _RowsToGather(x.source, x.index) if later else _as_it_lies(column)
         return GroupedOperand(operands.row or row, column)
 
     def weights(self, call: LinearCall) -> tuple[ScaledMatrix, ScaledMatrix | None]:
@@ -132,12 +132,12 @@ class Sm90Fp8Kernels(GroupedKernels):
         return _first(row), None if column is None else _first(column)
 
     def weight_grad(
-        self, call: LinearCall, dy: ScaledMatrix | None, x: ScaledMatrix | _Source | None
+        self, call: LinearCall, dy: ScaledMatrix | None, x: ScaledMatrix | _RowsToGather | None
     ) -> WeightGradient:
         """See `GroupedKernels`; the groups are those of ``dy``."""
         if dy is None or x is None:  # not needed
             return WeightGradient(lambda out, accumulate: None, ())
-        if isinstance(x, _Source):
+        if isinstance(x, _RowsToGather):
             rows = GatheredRows(x.source, x.row_index)
             columns = _quantized(rows, call, "input", rowwise=False, columnwise=True).column
         else:
@@ -234,7 +234,7 @@ def _format(recipe: Recipe, role: Role) -> NumberFormat:
     return fmt
 
 
-class _Source(NamedTuple):
+class _RowsToGather(NamedTuple):
     """What the rows of an input are gathered from once more, ``source[row_index]``."""
 
     source: Tensor

@@ -85,7 +85,8 @@ class OperationContext:
     collects_grads: bool = True
     backward: Backward | None = None
     to_save: tuple[Tensor | None, ...] = ()
-    _structure: Sequence[Any] = ()  # given to `save`, None in the place of each tensor
+    # What `save` was given, with None in the place of each tensor; None if it was not called.
+    _structure: Sequence[Any] | None = None
     grouped_rows: tuple[int, ...] = ()
     row_ends: Tensor | None = None
     saved_tensors: tuple[Any, ...]
@@ -134,7 +135,7 @@ class OperationContext:
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         """Save tensors for the backward; called in the forward, the last call counts."""
-        self.to_save, self._structure = tensors, ()
+        self.to_save, self._structure = tensors, None
         self.grouped_rows, self.row_ends = (), None
 
     def save(
@@ -143,18 +144,30 @@ class OperationContext:
         """Save tensors, None and plain values, in nested tuples, named tuples and lists.
 
         The backward gets them by :meth:`restored`. Tensors and None become ``to_save`` in their
-        order, in which ``grouped_rows`` of groups up to ``ends`` are counted.
+        order, in which ``grouped_rows`` of groups up to ``ends`` are counted. Nothing is saved if
+        the backward will not run.
         """
         if not isinstance(values, _SEQUENCES):
             raise TypeError(
                 f"values of ctx.save must be in a tuple or a list, got {type(values).__name__}"
             )
+        if not self.requires_grad:
+            return
         tensors: list[Tensor | None] = []
         self._structure = _without_tensors(values, tensors)
         self.to_save, self.grouped_rows, self.row_ends = tuple(tensors), grouped_rows, ends
 
     def restored(self) -> Any:
-        """In the backward, what the forward gave to :meth:`save`."""
+        """In the backward, what the forward gave to :meth:`save`.
+
+        Raises:
+            RuntimeError: it gave nothing to it.
+        """
+        if self._structure is None:
+            raise RuntimeError(
+                "what this backward reads must be saved by ctx.save, got ctx.save_for_backward or "
+                "nothing; a fused op that replaces the forward of a linear saves by its operands()"
+            )
         return _with_tensors(self._structure, iter(self.saved_tensors))
 
     def autocast(self, device_type: str) -> AbstractContextManager[Any]:
@@ -191,12 +204,11 @@ def _without_tensors(values: Sequence[Any], tensors: list[Tensor | None]) -> Any
     for value in values:
         if value is None or isinstance(value, Tensor):
             tensors.append(value)
-            parts.append(None)
-        elif isinstance(value, _SEQUENCES):
-            parts.append(_without_tensors(value, tensors))
-        else:
-            parts.append(value)
-    return _like(values, parts)
+            value = None
+        elif value and isinstance(value, _SEQUENCES):
+            value = _without_tensors(value, tensors)
+        parts += (value,)
+    return parts if type(values) is list else _like(values, parts)
 
 
 def _with_tensors(structure: Sequence[Any], tensors: Iterator[Tensor | None]) -> Any:
@@ -204,18 +216,17 @@ def _with_tensors(structure: Sequence[Any], tensors: Iterator[Tensor | None]) ->
     parts: list[Any] = []
     for part in structure:
         if part is None:
-            parts.append(next(tensors))
-        elif isinstance(part, _SEQUENCES):
-            parts.append(_with_tensors(part, tensors))
-        else:
-            parts.append(part)
-    return _like(structure, parts)
+            part = next(tensors)
+        elif part and isinstance(part, _SEQUENCES):
+            part = _with_tensors(part, tensors)
+        parts += (part,)
+    return parts if type(structure) is list else _like(structure, parts)
 
 
 def _like(values: Sequence[Any], parts: list[Any]) -> Any:
     """The parts as a tuple, a list, a named tuple or a size, as ``values`` are."""
     kind: Any = type(values)
-    return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
+    return kind(*parts) if kind is not tuple and hasattr(kind, "_fields") else kind(parts)
 
 
 def call_fuser_forward(

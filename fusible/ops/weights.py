@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fusible.arguments import check_bools
-from fusible.calls import in_compiled_autograd, in_data_parallel, may_cache
+from fusible.calls import in_compiled_autograd, may_cache, reduced_by_data_parallel
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.fuser.module_names import named_modules
@@ -355,7 +355,8 @@ class WeightedOperation(CastingOp):
         """Refuse ``delay_wgrad_compute`` where delayed gradients would be lost.
 
         Raises:
-            RuntimeError: it is on, under torch.compile or in ``DistributedDataParallel``.
+            RuntimeError: it is on, under torch.compile or in a ``DistributedDataParallel`` that
+                reduces gradients of the weights.
         """
         if not self.delay_wgrad_compute:
             return
@@ -365,9 +366,9 @@ class WeightedOperation(CastingOp):
                 f"{name} must be False under torch.compile, whose backward is one graph, got True; "
                 "call the module uncompiled"
             )
-        if in_data_parallel() and not all(
-            [getattr(w, "_ddp_ignored", False) for w in self._held_weights()]
-        ):
+        # Without gradients the forward of a reentrant checkpoint runs, which is repeated.
+        trains = self.training or torch.is_grad_enabled()
+        if trains and reduced_by_data_parallel(self._held_weights()):
             raise RuntimeError(
                 f"{name} must be False in DistributedDataParallel, which reduces no gradients that "
                 "come after the backward, got True; use fully_shard, or let "

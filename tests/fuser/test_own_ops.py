@@ -621,7 +621,8 @@ def test_the_last_call_that_saves_counts():
         ctx.save(x)
     ctx.save((x, [2 * x]))
     ctx.save_for_backward(x)
-    assert ctx.for_backward(ctx.to_save).restored() == ()
+    with pytest.raises(RuntimeError, match="must be saved by ctx.save"):
+        ctx.for_backward(ctx.to_save).restored()
 
 
 def test_te_ops_calls_of_the_packages_ops_give_lists_by_op():
@@ -683,3 +684,12 @@ def test_a_formula_does_not_override_methods_by_hand(base):
         TypeError, match=f"Doubled must override op_forward.* math of {base.__name__} is"
     ):
         op(torch.ones(3, 4))
+
+
+def test_a_linear_whose_operands_were_not_saved_by_it_is_named():
+    linear = fz.GroupedLinear(2, 4, 4, bias=False, single_grouped_weight=True)
+    context = OperationContext()
+    context.save_for_backward(torch.zeros(5, 4), torch.tensor([2, 5]), None, linear.weight, None)
+    backward = context.for_backward(context.to_save)
+    with pytest.raises(RuntimeError, match=r"must be saved by ctx.save, .* by its operands\(\)"):
+        linear.restored(backward)

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import reference as ref
@@ -666,11 +667,21 @@ def test_delayed_is_refused_where_it_would_be_lost(tmp_path):
 @some_paths("unfused bf16", "sm90", "sm90 fp8", "sm90 experts")
 def test_every_path_refuses_delayed_gradients_in_data_parallel(path, monkeypatch):
     mlp = build(path, True, delay_wgrad_compute=True)
-    monkeypatch.setattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", mlp)
-    with (
-        sm90_on_cpu(),  # the node without contexts, too
-        pytest.raises(RuntimeError, match="must be False in DistributedDataParallel"),
-    ):
+    of_mlp = [*mlp.parameters()]
+    parallel = SimpleNamespace(require_backward_grad_sync=True, _module_parameters=of_mlp)
+    monkeypatch.setattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", parallel)
+    with sm90_on_cpu():  # the node without contexts, too
+        with pytest.raises(RuntimeError, match="must be False in DistributedDataParallel"):
+            run(path, mlp)
+        # Where nothing would be reduced, nothing is lost: inference, others' weights, `no_sync`.
+        mlp.eval()
+        inputs = path.inputs()
+        with path.on(), torch.no_grad():
+            mlp(*inputs)
+        mlp.train()
+        parallel._module_parameters = [nn.Parameter(torch.zeros(1))]
+        run(path, mlp)
+        parallel._module_parameters, parallel.require_backward_grad_sync = of_mlp, False
         run(path, mlp)
 
 

@@ -9,7 +9,8 @@ groups of them begin at multiples of 128, with zeros between. The op's definitio
 An index may say which row of the input each row is: then rows are gathered while they are
 quantized, and are not written in high precision.
 
-What holds the results, "as written" being the layout in which kernels write them: see the fields::
+The results are held by these types. "As written" is the layout in which kernels write them, which
+the fields of each type describe::
 
                     made by                          layout                      read by
     KMajorPieces    the op, `launch_quantize`        as written, both uses       `as_operands`
@@ -17,7 +18,7 @@ What holds the results, "as written" being the layout in which kernels write the
     ScaledMatrix    `row` and `column` of these,     as the library ops of       those ops and their
                     `row_operand`                    products take it: views     definitions
     KMajorOperands  `quantize_k_major`               a ScaledMatrix of each use  fused ops
-    GluGradients    `quantize_glu_backward`          these, other gradients      fused ops
+    GluGradients    `quantize_glu_backward`          both, and other gradients   fused ops
 
 Unchecked launches (`fused.fp8_fast_path`) take no views, which cost host time.
 """

@@ -67,7 +67,7 @@ class WeightProducts:
         self._a_dtype, self._b_dtype = DTYPE_NAMES[dtype], DTYPE_NAMES[b_dtype or dtype]
         self._groups, self._columns, self._depth = shape
         self._layouts = [layout(shape, strides, turned, not separate) for turned in (False, True)]
-        # One launch for each combination of arguments.
+        # One launch for each combination of arguments, as they are passed.
         self._rows_launch = functools.cache(self._make_rows_launch)
         self._wgrad_launch = functools.cache(self._make_wgrad_launch)
 
