@@ -202,12 +202,13 @@ def _without_tensors(values: Sequence[Any], tensors: list[Tensor | None]) -> Any
     """The values with None in the place of tensors, which are appended, as is each None."""
     parts: list[Any] = []
     for value in values:
+        part = value
         if value is None or isinstance(value, Tensor):
             tensors.append(value)
-            value = None
+            part = None
         elif value and isinstance(value, _SEQUENCES):
-            value = _without_tensors(value, tensors)
-        parts += (value,)
+            part = _without_tensors(value, tensors)
+        parts += (part,)  # no call, which append is
     return parts if type(values) is list else _like(values, parts)
 
 
@@ -215,11 +216,12 @@ def _with_tensors(structure: Sequence[Any], tensors: Iterator[Tensor | None]) ->
     """Undo `_without_tensors`."""
     parts: list[Any] = []
     for part in structure:
+        value = part
         if part is None:
-            part = next(tensors)
+            value = next(tensors)
         elif part and isinstance(part, _SEQUENCES):
-            part = _with_tensors(part, tensors)
-        parts += (part,)
+            value = _with_tensors(part, tensors)
+        parts += (value,)
     return parts if type(structure) is list else _like(structure, parts)
 
 
