@@ -206,7 +206,7 @@ def _without_tensors(values: Sequence[Any], tensors: list[Tensor | None]) -> Any
         if value is None or isinstance(value, Tensor):
             tensors.append(value)
             part = None
-        elif value and isinstance(value, _SEQUENCES):
+        elif isinstance(value, _SEQUENCES) and value:
             part = _without_tensors(value, tensors)
         parts += (part,)  # no call, which append is
     return parts if type(values) is list else _like(values, parts)
@@ -219,7 +219,7 @@ def _with_tensors(structure: Sequence[Any], tensors: Iterator[Tensor | None]) ->
         value = part
         if part is None:
             value = next(tensors)
-        elif part and isinstance(part, _SEQUENCES):
+        elif isinstance(part, _SEQUENCES) and part:
             value = _with_tensors(part, tensors)
         parts += (value,)
     return parts if type(structure) is list else _like(structure, parts)
@@ -228,7 +228,10 @@ def _with_tensors(structure: Sequence[Any], tensors: Iterator[Tensor | None]) ->
 def _like(values: Sequence[Any], parts: list[Any]) -> Any:
     """The parts as a tuple, a list, a named tuple or a size, as ``values`` are."""
     kind: Any = type(values)
-    return kind(*parts) if kind is not tuple and hasattr(kind, "_fields") else kind(parts)
+    if kind is tuple:
+        return tuple(parts)
+    # Of the value: Dynamo of torch 2.11 does not trace `hasattr` of a class.
+    return kind(*parts) if hasattr(values, "_fields") else kind(parts)
 
 
 def call_fuser_forward(

@@ -615,6 +615,14 @@ def test_an_op_saves_a_structure(dynamic):
         torch.testing.assert_close(x.grad, 2 * x.detach())
 
 
+def test_an_op_saves_a_number_of_rows_that_no_guard_may_read():
+    op = fz.Sequential(SavesAStructure())
+    x = torch.randn(3, 4, requires_grad=True)
+    torch._dynamo.decorators.mark_unbacked(x, 0)
+    torch.compile(op, backend="aot_eager", fullgraph=True)(x).sum().backward()
+    torch.testing.assert_close(x.grad, 2 * x.detach())
+
+
 def test_the_last_call_that_saves_counts():
     x, ctx = torch.randn(2), OperationContext()
     with pytest.raises(TypeError, match="must be in a tuple or a list, got Tensor"):
