@@ -19,30 +19,29 @@ from fusible.kernels import grouped
 from fusible.kernels.grouped.vectors import launch_group_ends
 from fusible.kernels.quantize.glu_backward import (
     GluBackwardInputs,
-    GluBackwardPieces,
     GluBackwardUses,
-    glu_backward_pieces,
+    GluGradients,
     launch_glu_backward,
+    quantize_glu_backward,
     writes_activation,
 )
 from fusible.kernels.quantize.k_major import (
+    KMajorOperands,
     RowsToQuantize,
     ScaledMatrix,
     StoredOperand,
+    empty_operand,
     launch_quantize,
-    quantize_pieces,
+    quantize_k_major,
+    stored_layout,
 )
+from fusible.kernels.quantize.saved_input import quantize_input
 from fusible.kernels.runtime.launch import TENSOR_TYPES, aligned
-from fusible.kernels.sm90.grouped_products import (
-    ProductsByRows,
-    products_by_rows,
-    scales_by_reduction,
-    scales_by_row,
-)
+from fusible.kernels.sm90.grouped_products import ProductsByRows, products_by_rows, scales_by_row
 from fusible.ops.grouped_fast_path import AccumulatingContexts, GroupedFastPath
 from fusible.ops.grouped_kernels import is_memory_of
 from fusible.ops.op import Grads
-from fusible.recipes.formats import SAVED_INPUT, NumberFormat
+from fusible.recipes.formats import NumberFormat
 from fusible.recipes.tensor import QuantizedTensor
 
 
@@ -69,12 +68,9 @@ class _Products(NamedTuple):
         """``dy @ w[e].T``, of transposed weights."""
         return _product(self.dgrad, dy, w, ends)
 
-    def weight_grad(self, dy: StoredOperand, x: StoredOperand, ends: Tensor) -> Tensor:
-        """``dy.T @ x`` of each group."""
-        products = self.wgrad(dy.data.shape[1])
-        scales = scales_by_reduction(dy.scale, x.scale)
-        # Without `out` there is a result.
-        return products.wgrad(dy.data.t(), x.data.t(), ends, operand_scales=scales)  # type: ignore[return-value]
+    def weight_grad(self, dy: StoredOperand, x: StoredOperand, ends: Tensor | None) -> Tensor:
+        """``dy.T @ x`` of each group, by the ends of ``dy``."""
+        return self.wgrad(dy.shape[1]).stored_wgrad(dy, x)
 
 
 def _product(
@@ -86,26 +82,23 @@ def _product(
     row_scale: Tensor | None = None,
     reads_ahead: bool = False,
 ) -> Tensor:
-    products, scales = by_rows(x.data.shape[0]), scales_by_row(x.scale, w.scale)
-    operands = x.data, w.data.data_ptr(), ends, bias, row_scale
+    products, scales = by_rows(x.shape[0]), scales_by_row(x, w.scale)
+    operands = x, w.data.data_ptr(), ends, bias, row_scale
     return products.forward(*operands, operand_scales=scales, reads_ahead=reads_ahead)
 
 
-class _LibraryProducts(NamedTuple):
+class _LibraryProducts:
     """Those of a backward by library ops, of operands that must be checked or traced."""
 
-    x_format: NumberFormat
-    dy_format: NumberFormat
-
-    def data_grad(self, dy: StoredOperand, w: ScaledMatrix, ends: Tensor) -> Tensor:
+    @staticmethod
+    def data_grad(dy: ScaledMatrix, w: ScaledMatrix, ends: Tensor) -> Tensor:
         """``dy @ w[e].T``, of transposed weights."""
-        row = dy.row(self.dy_format)
-        return grouped.grouped_mm(row.data, [w.data], ends, x_scale=row.scale, w_scale=w.scale)
+        return grouped.grouped_mm(dy.data, [w.data], ends, x_scale=dy.scale, w_scale=w.scale)
 
-    def weight_grad(self, dy: StoredOperand, x: StoredOperand, ends: Tensor) -> Tensor:
+    @staticmethod
+    def weight_grad(dy: ScaledMatrix, x: ScaledMatrix, ends: Tensor) -> Tensor:
         """``dy.T @ x`` of each group."""
-        a, b = dy.column(self.dy_format), x.column(self.x_format)
-        return grouped.grouped_wgrad(a.data, b.data, ends, None, a.scale, b.scale)
+        return grouped.grouped_wgrad(dy.data, x.data, ends, None, dy.scale, x.scale)
 
 
 class Fp8MLPFastPath(GroupedFastPath):
@@ -157,7 +150,6 @@ class Fp8MLPFastPath(GroupedFastPath):
             columnwise=fc1.needs.params[0],
             values=fc1.op.has_bias and fc1.needs.params[-1],
         )
-        self._library = _LibraryProducts(self._x_format, self._dy_format)
 
     def prepared(self, *operands: Tensor) -> Any:
         """Whether these operands are supported: True, or None."""
@@ -190,47 +182,46 @@ class Fp8MLPFastPath(GroupedFastPath):
         ends = launch_group_ends(split_sizes, x.shape[0])
         x_row, x_column = self._quantized(x, ends, columnwise=fc1.needs.params[0])
         w, dgrad_w1 = self._weights(fc1, params)
-        preact, act, *of_act = fc1.products.forward(x.shape[0]).glu(
-            x_row.data,
+        preact, act, _, preact_scale = fc1.products.forward(x.shape[0]).glu(
+            x_row,
             w.data.data_ptr(),
             ends,
             scales,
             self._glu,
             fc1.first_bias(params),
             self._trains,
-            operand_scales=scales_by_row(x_row.scale, w.scale),
+            operand_scales=scales_by_row(x_row, w.scale),
             out_format=self._x_format if self._quantizes_act else None,
             quantize_preact=self._quantizes_act and self._quantizes_preact,
+            out=self._empty_activation(x) if self._quantizes_act else None,
         )
         del x_row, w  # their memory serves what follows
-        act_column, preact_scale = None, None
-        if self._quantizes_act:
-            act_scale, preact_scale = of_act
-            act_row = StoredOperand(act, act_scale)
-        else:
+        act_row, act_column = act, None
+        if not self._quantizes_act:
             if self._quantizes_preact:
-                rows = RowsToQuantize(preact)
-                saved = launch_quantize(rows, SAVED_INPUT, rowwise=True, columnwise=False)
-                preact, preact_scale, *_ = saved
+                preact, scale, _ = quantize_input(preact)
+                preact_scale = scale.t()
             act_row, act_column = self._quantized(act, ends, columnwise=self._saves_act)
         del act
         w, dgrad_w2 = self._weights(fc2, params)
         # FC1 wrote neither group ends nor stored weights.
         ahead = is_memory_of(w.data, params[fc2.weights.start])
         y = fc2.products.product(act_row, w, ends, fc2.first_bias(params), row_scale, ahead)
-        columns = *_saved(x_column), *_saved(act_column)
+        columns = [None if saved is None else saved.memory for saved in (x_column, act_column)]
         weights = [(None, None) if w is None else w[:2] for w in (dgrad_w1, dgrad_w2)]
         of_act = ends, scales, preact, preact_scale
         saved = *columns, *of_act, row_scale, fc2.saved_bias(params)
         return y, (*saved, *weights[0], *weights[1])
 
-    def _quantized(
-        self, x: Tensor, ends: Tensor, *, columnwise: bool
-    ) -> tuple[StoredOperand, StoredOperand | None]:
+    def _empty_activation(self, x: Tensor) -> StoredOperand:
+        """The memory of the activation of rows ``x``, row-wise, for an epilogue that quantizes."""
+        sizes = x.shape[0], self._linears[1].op.in_features, self._groups
+        return empty_operand(x, stored_layout(*sizes, self._x_format, False))
+
+    def _quantized(self, x: Tensor, ends: Tensor, *, columnwise: bool) -> KMajorOperands:
         """An input of a linear, row-wise and, if needed, column-wise, by one launch."""
         rows = RowsToQuantize(x, ends)
-        pieces = launch_quantize(rows, self._x_format, rowwise=True, columnwise=columnwise)
-        return StoredOperand(*pieces[:2]), StoredOperand(*pieces[2:]) if columnwise else None
+        return launch_quantize(rows, self._x_format, rowwise=True, columnwise=columnwise)
 
     def backward(
         self,
@@ -240,71 +231,89 @@ class Fp8MLPFastPath(GroupedFastPath):
         contexts: AccumulatingContexts,
     ) -> Grads:
         """The gradients of the operands."""
-        x, x_scale, act, act_scale, ends, scales, preact, preact_scale, *others = saved
-        row_scale, bias2, *weights = others
+        x, act, ends, scales, preact, preact_scale, row_scale, bias2, *weights = saved
         w1, w2 = ScaledMatrix(*weights[:2]), ScaledMatrix(*weights[2:])
         (fc1, fc2), dy = self._linears, grad_output
         # What hooks give back may lie anywhere.
         direct = not held and self._call_fits([((dy,), (dy.shape[0], fc2.op.out_features), 0)])
-        first, second = [of.products if direct else self._library for of in self._linears]
-        quantize = launch_quantize if direct else quantize_pieces
+        first, second = [of.products if direct else _LibraryProducts for of in self._linears]
         rows = RowsToQuantize(dy, ends)
-        pieces = quantize(rows, self._dy_format, rowwise=True, columnwise=fc2.needs.params[0])
-        dy_row, dy_column = StoredOperand(*pieces[:2]), StoredOperand(*pieces[2:])
+        dy_row, dy_column = _quantize(direct, rows, self._dy_format, True, fc2.needs.params[0])
         dact = second.data_grad(dy_row, w2, ends)
-        del pieces, dy_row  # their memory serves what follows
+        del rows, dy_row  # its memory serves what follows
         inputs = GluBackwardInputs(dact, preact, scales, ends, preact_scale)
-        d = self._activation_grads(inputs, direct)
+        made = self._activation_grads(inputs, direct)
+        (dpreact_row, dpreact_column), dscales, values, act_column = made
         del dact, inputs
-        biases1 = fc1.bias_grads(d.dpreact if self._uses.values else None, ends)
-        dpreact_row = StoredOperand(d.row, d.row_scale)
-        dpreact_column = StoredOperand(d.column, d.column_scale, d.ends)
-        act_column = StoredOperand(d.act, d.act_scale)
-        dscales = d.dscales
-        del d
+        biases1 = fc1.bias_grads(values, ends)
+        del made, values
         if self._saves_act:
-            act_column = StoredOperand(act, act_scale)
+            act_column = self._restored(act, fc2, dy.shape[0], direct)
         weights2 = self._weight_grads(fc2, second, dy_column, act_column, contexts)
         del dy_column, act_column
         dx = first.data_grad(dpreact_row, w1, ends) if fc1.needs.input else None
         del dpreact_row
-        x_column = StoredOperand(x, x_scale)
+        x_column = self._restored(x, fc1, dy.shape[0], direct)
         weights1 = self._weight_grads(fc1, first, dpreact_column, x_column, contexts)
         params1, params2 = (*weights1, *biases1), (*weights2, *fc2.bias_grads(dy, ends, row_scale))
         of_scales = () if scales is None else (dscales,)
         of_bias = () if row_scale is None else fc2.scale_grads(dy, ends, row_scale, bias2)
         return dx, None, *of_scales, None, *of_bias, *params1, *params2
 
-    def _activation_grads(self, inputs: GluBackwardInputs, direct: bool) -> GluBackwardPieces:
+    def _activation_grads(self, inputs: GluBackwardInputs, direct: bool) -> GluGradients:
         """The backward of the activation, with the activation itself if it was not saved."""
-        backward = launch_glu_backward if direct else glu_backward_pieces
         formats = self._dy_format, self._x_format
-        d = GluBackwardPieces(*backward(inputs, self._glu, *formats, self._uses))
+        if direct:
+            made = launch_glu_backward(inputs, self._glu, *formats, self._uses)
+        else:
+            made = quantize_glu_backward(
+                inputs.dy,
+                inputs.saved_preact,
+                inputs.scales,
+                inputs.ends,
+                self._glu,
+                self._dy_format,
+                rowwise=self._uses.rowwise,
+                columnwise=self._uses.columnwise,
+                values=self._uses.values,
+                act_format=self._x_format if self._uses.activation else None,
+            )
         if self._recomputes_act and not self._writes_act:
-            quantize = launch_quantize if direct else quantize_pieces
             preact = inputs.decoded().preact
             act = RowsToQuantize(self._glu.forward(preact, inputs.scales), inputs.ends)
-            made = quantize(act, self._x_format, rowwise=False, columnwise=True)
-            d = d._replace(act=made[2], act_scale=made[3])
-        return d
+            made = made._replace(activation=_quantize(direct, act, self._x_format, False, True)[1])
+        return made
+
+    def _restored(self, memory: Tensor | None, linear: Any, rows: int, direct: bool) -> Any:
+        """An input of a linear, column-wise, from what was saved."""
+        if memory is None:
+            return None
+        sizes = rows, linear.op.in_features, self._groups
+        operand = StoredOperand(memory, stored_layout(*sizes, self._x_format, True))
+        return operand if direct else operand.column(self._x_format)
 
     def _weight_grads(
         self,
         linear: Any,
-        products: _Products | _LibraryProducts,
-        dy: StoredOperand,
-        x: StoredOperand,
+        products: _Products | type[_LibraryProducts],
+        dy: Any,
+        x: Any,
         contexts: AccumulatingContexts,
     ) -> Grads:
-        """The gradients of a linear's weights."""
+        """The gradients of a linear's weights, of a `ScaledMatrix` each, or a `StoredOperand`."""
         if not linear.needs.params[0]:
             return (None,) * linear.op.num_weights
-        operands: Any = dy, x
-        if linear.op.accumulates_grads:
-            operands = dy.column(self._dy_format), x.column(self._x_format)
-        return linear.weight_grads(products.weight_grad, *operands, dy.ends, contexts)
+        if linear.op.accumulates_grads and isinstance(dy, StoredOperand):
+            dy, x = dy.column(self._dy_format), x.column(self._x_format)
+        ends = dy.ends if isinstance(dy, ScaledMatrix) else None
+        return linear.weight_grads(products.weight_grad, dy, x, ends, contexts)
 
 
-def _saved(column: StoredOperand | None) -> Sequence[Tensor | None]:
-    """The elements and scales of a column-wise operand, if there is one."""
-    return (None, None) if column is None else column[:2]
+def _quantize(
+    direct: bool, rows: RowsToQuantize, fmt: NumberFormat, rowwise: bool, columnwise: bool
+) -> KMajorOperands:
+    """The operands of rows of groups, by a launch or by the library op."""
+    if direct:
+        return launch_quantize(rows, fmt, rowwise=rowwise, columnwise=columnwise)
+    x, ends, _ = rows
+    return quantize_k_major(x, fmt, rowwise=rowwise, columnwise=columnwise, ends=ends)

@@ -22,7 +22,7 @@ from fusible.fuser.overlap import defer
 from fusible.fuser.tracing import constant_when_traced
 from fusible.kernels import moe
 from fusible.kernels.moe.cuda import PeerRows
-from fusible.kernels.quantize.k_major import StoredOperand
+from fusible.kernels.quantize.k_major import row_matrix
 from fusible.ops.collectives import check_initialized
 from fusible.ops.exchange import (
     SEND,
@@ -320,7 +320,7 @@ class Dispatch(_OverGroup):
         x = copy_received(x)
         given = x, probs, ids, self.local_experts, capacity, rows, fmt
         data, scale, moved, *places = moe.permute_rows_quantized(*given)
-        quantized = QuantizedRows(StoredOperand(data, scale).row(fmt), x.dtype)
+        quantized = QuantizedRows(row_matrix(data, scale, fmt), x.dtype)
         return quantized, *self._extra_outputs(ctx, choices, moved, places)
 
     def _extra_outputs(

@@ -6,12 +6,11 @@ import operator
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
-from weakref import ref
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.weak import WeakIdKeyDictionary
 
 from fusible.calls import may_cache
 from fusible.recipes.matrix import Uses
@@ -42,14 +41,19 @@ def counting_steps() -> Iterator[None]:
         handle.remove()
 
 
-_Reference = ref[Tensor] | nn.Parameter | int
-
-
 class _Entry(NamedTuple):
-    stored: tuple[_Reference, ...] = ()
-    versions: tuple[Any, ...] = ()
-    operands: dict[Hashable, tuple[Uses, Any]] = {}  # noqa: RUF012 - never written to
+    state: tuple[Any, ...]
+    """What tells the tensors and their values from others; see `_state`."""
+    held: Sequence[Any]
+    """Parameters, and memory, which nothing else may get: addresses and ids are in the state."""
+    references: Sequence[ref[Tensor]]
+    """To the other tensors."""
+    operands: dict[Hashable, tuple[Uses, Any]]
     """By key: the uses that operands are for, and the operands."""
+
+    def is_of(self, state: tuple[Any, ...]) -> bool:
+        """Whether the state is the entry's, and its tensors exist: ids are used again."""
+        return self.state == state and not any([t() is None for t in self.references])
 
 
 class OperandCache:
@@ -65,7 +69,7 @@ class OperandCache:
         self.until_updated = until_updated
         self._shards = tuple(shards)
         # Replaced as a whole: other threads may run the op.
-        self._cached = _Entry()
+        self._cached = _Entry((), (), (), {})
 
     def get(
         self,
@@ -78,28 +82,15 @@ class OperandCache:
 
         An entry is for the ``uses`` that it was made for; one for more of them replaces it.
         """
-        entry = self._cached
-        same = len(entry.stored) == len(stored) and all(map(_refers, entry.stored, stored))
-        versions: tuple[Any, ...] = ()
-        if self.until_updated:
-            if not same and any([t.is_inference() or not t.is_leaf for t in stored]):
-                return make()
-            # An assignment to .data changes no version, and may give another view of the same
-            # memory. Held, so that nothing else gets the memory.
-            states = [
-                (t._version, t.untyped_storage(), t.storage_offset(), t.shape, t.stride())
-                for t in stored
-            ]
-            of_shards = [t._version for t in self._shards]
-            versions = _Steps.count, UnseenWrites.gathers, of_shards, states
-        if not same or entry.versions != versions:
+        if self.until_updated and any([t.is_inference() or not t.is_leaf for t in stored]):
+            return make()
+        entry, state = self._cached, self._state(stored)
+        if not entry.is_of(state):
             # The old operands are freed before new ones are made.
-            entry = self._cached = _Entry(tuple(map(_reference, stored)), versions, {})
+            entry = self._cached = _Entry(state, *_kept(stored), {})
         # Operands can be read without waiting on the stream on which they are made.
-        device = stored[0].device
-        cuda = device.type == "cuda"
-        stream = torch._C._cuda_getCurrentRawStream(device.index) if cuda else 0
-        key = key, stored[0].dtype, device, stream
+        on_cuda = stored[0].is_cuda
+        key = key, torch._C._cuda_getCurrentRawStream(stored[0].device.index) if on_cuda else 0
         cached = entry.operands.get(key)
         if cached is None or not all(map(operator.ge, cached[0], uses)):
             # Autograd cannot save what inference mode made.
@@ -107,33 +98,46 @@ class OperandCache:
                 cached = entry.operands[key] = uses, make()
         return cached[1]
 
+    def _state(self, stored: tuple[Tensor, ...]) -> tuple[Any, ...]:
+        """What changes where tensors are others or, with ``until_updated``, may have other values.
+
+        An assignment to ``.data`` changes no version, and may give another view of the same memory.
+        """
+        if not self.until_updated:
+            return tuple([(id(t), t.dtype, t.device) for t in stored])
+        of_shards = [t._version for t in self._shards]
+        # The memory of gathered weights moves; their storage stays.
+        memory = [t.untyped_storage() if of_shards else t.data_ptr() for t in stored]
+        states = [(id(t), t.dtype, t._version, t.shape, t.stride()) for t in stored]
+        return _Steps.count, UnseenWrites.gathers, of_shards, memory, states
+
 
 def stored_tensors(weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The weights, and what those consist of that are stored quantized."""
-    pieces = [p for w in weights if isinstance(w, QuantizedTensor) for p in w.pieces().values()]
+    pieces: list[Tensor] = []
+    for w in weights:
+        if isinstance(w, QuantizedTensor):
+            pieces += w.pieces().values()
     return *weights, *pieces
 
 
-def _reference(t: Tensor) -> _Reference:
-    """A weak reference to ``t``, or its id if it is quantized (its pieces have references).
+def _kept(stored: Sequence[Tensor]) -> tuple[Sequence[Any], Sequence[ref[Tensor]]]:
+    """`_Entry.held` and `_Entry.references` of `stored_tensors`.
 
-    A parameter itself: PyTorch refuses to swap one that has a weak reference, as conversions and
-    loads do under ``torch.__future__.set_swap_module_params_on_conversion``; one that is replaced
-    lives until the op's next forward. A parametrization, and so an adapter of peft, swaps a
-    parameter of a subclass with itself.
+    Of a quantized one, those of its pieces. A parameter itself: PyTorch refuses to swap one that
+    has a weak reference, as conversions and loads do under
+    ``torch.__future__.set_swap_module_params_on_conversion``; one that is replaced lives until the
+    op's next forward. A parametrization, and so an adapter of peft, swaps a parameter of a subclass
+    with itself.
     """
-    if isinstance(t, QuantizedTensor):
-        return id(t)
-    return t if isinstance(t, nn.Parameter) else ref(t)
+    plain = [t for t in stored if not isinstance(t, QuantizedTensor)]
+    parameters = [t for t in plain if isinstance(t, nn.Parameter)]
+    memory = [t.untyped_storage() for t in plain]
+    return (*parameters, *memory), [ref(t) for t in plain if not isinstance(t, nn.Parameter)]
 
 
-def _refers(reference: _Reference, t: Tensor) -> bool:
-    if isinstance(reference, int):
-        return reference == id(t)
-    return (reference() if isinstance(reference, ref) else reference) is t
-
-
-_copies = WeakIdKeyDictionary()  # of stored weights, by the first tensor of the first one
+_copies: dict[int, OperandCache] = {}
+"""Of stored weights, by the id of the first tensor of the first one, as long as that exists."""
 
 
 def cached_copy(
@@ -153,7 +157,8 @@ def cached_copy(
         return make()
     stored = stored_tensors(weights)
     anchor = stored[len(weights)]
-    cache = _copies.get(anchor)
+    cache = _copies.get(id(anchor))
     if cache is None:
-        cache = _copies[anchor] = OperandCache(until_updated=True)
+        cache = _copies[id(anchor)] = OperandCache(until_updated=True)
+        finalize(anchor, _copies.pop, id(anchor)).atexit = False
     return cache.get(stored, key, make, uses)

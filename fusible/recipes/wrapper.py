@@ -196,8 +196,7 @@ class WrapperTensor(torch.Tensor):
 
     def pieces(self) -> dict[str, Tensor]:
         """Return the plain tensors it consists of, by attribute name."""
-        present = {name: getattr(self, name) for name in _NAMES}
-        return {name: piece for name, piece in present.items() if piece is not None}
+        return {name: piece for name in _NAMES if (piece := getattr(self, name)) is not None}
 
     def with_pieces(
         self,

@@ -6,13 +6,12 @@ import pytest
 import reference as ref
 import torch
 from number_formats import BLOCK_FP8, CURRENT_FP8
-from sm90_launches import is_direct, ops_only, sm90_on_cpu
+from sm90_launches import is_direct, launch_quantize, ops_only, sm90_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 import fusible as fz
 from fusible.fused import fp8_fast_path
 from fusible.fuser import run as fuser_run
-from fusible.kernels.quantize import k_major
 from fusible.recipes import (
     ByOp,
     Float8BlockScaling,
@@ -238,7 +237,7 @@ def test_an_activation_is_freed_when_it_is_quantized(recipe, monkeypatch):
 
     def quantized(source, *args, **kwargs):
         kept.append(weakref.ref(source.x))
-        return k_major.definition(source, *args, **kwargs)
+        return launch_quantize(source, *args, **kwargs)
 
     def multiply(self, *args):
         alive.extend(kept[1:] and [kept[1]()])

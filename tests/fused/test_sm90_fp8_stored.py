@@ -181,7 +181,7 @@ def test_a_weight_takes_two_bytes_per_value_and_frees_its_copy(single):
     op = stored(single)
     step(op)
     weights = list(op.parameters())
-    cached = operand_cache._copies[weights[0].rowwise_data]._cached.operands.values()
+    cached = operand_cache._copies[id(weights[0].rowwise_data)]._cached.operands.values()
     ((_, operands),) = cached
     kept = [t for use in operands for t in use[:2]]
     tensors = [*kept, *[piece for w in weights for piece in w.pieces().values()]]

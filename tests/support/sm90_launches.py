@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -20,13 +20,19 @@ from fusible.kernels import moe
 from fusible.kernels.glu import Glu
 from fusible.kernels.grouped import definitions
 from fusible.kernels.quantize import k_major
-from fusible.kernels.quantize.glu_backward import glu_backward_definition
+from fusible.kernels.quantize.glu_backward import (
+    GluBackwardInputs,
+    GluBackwardPieces,
+    GluGradients,
+    glu_backward_definition,
+)
+from fusible.kernels.quantize.k_major import KMajorOperands, RowsToQuantize
 from fusible.kernels.runtime import gpu
 from fusible.kernels.runtime import launch as runtime_launch
 from fusible.kernels.sm90 import checked_products, grouped_products, launch, operands
 from fusible.kernels.sm90.spec import FORWARD, Spec
 from fusible.ops import grouped_fast_path
-from fusible.recipes.formats import SAVED_INPUT
+from fusible.recipes.formats import SAVED_INPUT, NumberFormat
 from fusible.recipes.quantization import quantize
 
 # The kernels' arguments: see GroupedGemm.__call__.
@@ -223,8 +229,8 @@ def take_cpu_tensors(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(operands, "pointer_table", pointer_table)
     for module in (checked_products, grouped_products):
         patch.setattr(module, "supports", supports)
-    patch.setattr(fp8_fast_path, "launch_quantize", k_major.definition)
-    patch.setattr(fp8_fast_path, "launch_glu_backward", glu_backward_definition)
+    patch.setattr(fp8_fast_path, "launch_quantize", launch_quantize)
+    patch.setattr(fp8_fast_path, "launch_glu_backward", launch_glu_backward)
     patch.setattr(library, "is_direct", lambda x: not torch.compiler.is_compiling())
     for module in (gpu, moe.cuda):
         patch.setattr(module, "capability", lambda _: (0, 0))  # of all other kernels
@@ -233,6 +239,38 @@ def take_cpu_tensors(patch: pytest.MonkeyPatch) -> None:
 def supports(_: torch.device, dtype: torch.dtype, *features: int) -> bool:
     """Whether the kernels take matrices."""
     return operands.limits.supports_products(90, operands.DTYPE_NAMES[dtype], *features)
+
+
+def launch_quantize(
+    source: RowsToQuantize, fmt: NumberFormat, *, rowwise: bool, columnwise: bool
+) -> KMajorOperands:
+    """`k_major.launch_quantize`, by the definition."""
+    pieces = k_major.definition(source, fmt, rowwise, columnwise)
+    operands, addresses = k_major.stored_outputs(source, fmt, rowwise, columnwise)
+    store_at(addresses, pieces)
+    return operands
+
+
+def launch_glu_backward(inputs: GluBackwardInputs, *args: Any) -> GluGradients:
+    """`glu_backward.launch_glu_backward`, by the definition."""
+    _, fmt, act_format, wanted = args
+    made = GluBackwardPieces(*glu_backward_definition(inputs, *args))
+    rows = RowsToQuantize(inputs.preact, inputs.ends)
+    operands, addresses = k_major.stored_outputs(rows, fmt, wanted.rowwise, wanted.columnwise)
+    store_at(addresses, made[:5])
+    act = None
+    if wanted.activation:
+        rows = RowsToQuantize(inputs.dy, inputs.ends)
+        (_, act), addresses = k_major.stored_outputs(rows, act_format, False, True)
+        store_at(addresses, (*made[:2], made.act, made.act_scale, made.ends))
+    return GluGradients(operands, made.dscales, made.dpreact if wanted.values else None, act)
+
+
+def store_at(addresses: Sequence[int], pieces: Sequence[Tensor]) -> None:
+    """Write tensors to addresses, those that are not 0."""
+    for address, piece in zip(addresses, pieces, strict=True):
+        if address:
+            tensor_at(address, tuple(piece.shape), piece.dtype).copy_(piece)
 
 
 def forget_launches() -> None:

@@ -11,9 +11,10 @@ save it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from types import NotImplementedType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,14 +50,19 @@ class GluBackwardInputs(NamedTuple):
     scales: Tensor | None
     ends: Tensor
     preact_scale: Tensor | None = None
-    """Of a quantized pre-activation, as `StoredOperand.scale` of rows."""
+    """Of a quantized pre-activation, ``[ceil(columns / 128), rows]``."""
+
+    @property
+    def saved_preact(self) -> Tensor | ScaledMatrix:
+        """The pre-activation as `input_values` takes it."""
+        if self.preact_scale is None:
+            return self.preact
+        return ScaledMatrix(self.preact, self.preact_scale.t())
 
     def decoded(self) -> GluBackwardInputs:
         """The inputs with the pre-activation in the dtype of ``dy``."""
-        if self.preact_scale is None:
-            return self
-        saved = ScaledMatrix(self.preact, self.preact_scale.t())
-        return self._replace(preact=input_values(saved, self.dy.dtype), preact_scale=None)
+        preact = input_values(self.saved_preact, self.dy.dtype)
+        return self._replace(preact=preact, preact_scale=None)
 
 
 class GluBackwardUses(NamedTuple):
@@ -96,7 +102,7 @@ class GluGradients(NamedTuple):
     """``[rows]``, in the dtype of the scales; none without these."""
     values: Tensor | None
     """The pre-activation's gradient in BF16, if requested."""
-    activation: ScaledMatrix | None
+    activation: Any
     """``glu(preact) * scales``, rounded to BF16, then quantized column-wise, if requested; see
     `KMajorOperands.column`."""
 
@@ -139,7 +145,7 @@ def quantize_glu_backward(
     operands = k_major.as_operands(made[:5], fmt, rowwise, columnwise, True)
     act = None
     if act_format is not None:
-        act = k_major.StoredOperand(made.act, made.act_scale, made.ends).column(act_format)
+        act = k_major.column_matrix(made.act, made.act_scale, made.ends, act_format)
     return GluGradients(operands, made.dscales, made.dpreact if values else None, act)
 
 
@@ -236,7 +242,10 @@ def _cuda(
         return NotImplemented
     scale = None if preact_scale is None else preact_scale.contiguous()
     inputs = GluBackwardInputs(aligned(dy), aligned(preact), scales, ends, scale)
-    return launch_glu_backward(inputs, glu, fmt, act_format, wanted)
+    made = GluBackwardPieces(*_outputs(inputs, glu, fmt, act_format, wanted))
+    values = made.dpreact if wanted.values else None
+    into = made[:5], values, (made.act, made.act_scale)
+    return made._replace(dscales=_launch(inputs, glu, fmt, act_format, wanted, *into))
 
 
 def launch_glu_backward(
@@ -245,22 +254,18 @@ def launch_glu_backward(
     fmt: NumberFormat,
     act_format: NumberFormat,
     wanted: GluBackwardUses,
-) -> _Tensors:
+) -> GluGradients:
     """The op by its kernels, of aligned operands that these support, unchecked."""
-    # The kernel reads quantized pre-activations where a thread block has whole blocks of each side.
-    if not (glu.sides == 1 or _paired(glu, inputs.preact.shape[1])):
-        inputs = inputs.decoded()
-    if fmt.block is not None:
-        return _launch(inputs, glu, fmt, act_format, wanted)
-    preact, ends = inputs.preact, inputs.ends
-    amax = preact.new_zeros(len(ends), dtype=torch.int32)
-    for_values = GluBackwardUses(activation=False, rowwise=False, columnwise=False, values=True)
-    results = _launch(inputs, glu, fmt, act_format, for_values, amax)
-    pieces, dscales, dpreact = results[:5], results[5], results[6]
-    if wanted.rowwise or wanted.columnwise:
-        rounded = RowsToQuantize(dpreact, ends)
-        pieces = k_major.launch_quantize(rounded, fmt, wanted.rowwise, wanted.columnwise, amax)
-    return *pieces, dscales, dpreact if wanted.values else dpreact.new_empty(0), *results[7:]
+    dy, preact, _, ends, _ = inputs
+    rows = RowsToQuantize(preact, ends)
+    operands, pieces = k_major.stored_outputs(rows, fmt, wanted.rowwise, wanted.columnwise)
+    values = torch.empty_like(preact, dtype=dy.dtype) if wanted.values else None
+    act, of_act = None, (0, 0)
+    if wanted.activation:
+        made = k_major.stored_outputs(RowsToQuantize(dy, ends), act_format, False, True)
+        (_, act), (_, _, *of_act, _) = made
+    dscales = _launch(inputs, glu, fmt, act_format, wanted, pieces, values, of_act)
+    return GluGradients(operands, dscales, values, act)
 
 
 def _launch(
@@ -269,14 +274,41 @@ def _launch(
     fmt: NumberFormat,
     act_format: NumberFormat,
     wanted: GluBackwardUses,
+    pieces: Sequence[Tensor | int],
+    values: Tensor | None,
+    act: Sequence[Tensor | int],
+) -> Tensor:
+    """Write `KMajorPieces`, values if wanted, and the activation; gives the scales' gradient."""
+    # The kernel reads quantized pre-activations where a thread block has whole blocks of each side.
+    if not (glu.sides == 1 or _paired(glu, inputs.preact.shape[1])):
+        inputs = inputs.decoded()
+    if fmt.block is not None:
+        return _launch_pass(inputs, glu, fmt, act_format, wanted, pieces, values, act)
+    preact, ends = inputs.preact, inputs.ends
+    amax = preact.new_zeros(len(ends), dtype=torch.int32)
+    for_values = GluBackwardUses(activation=False, rowwise=False, columnwise=False, values=True)
+    values = torch.empty_like(preact) if values is None else values
+    dscales = _launch_pass(inputs, glu, fmt, act_format, for_values, pieces, values, act, amax)
+    if wanted.rowwise or wanted.columnwise:
+        uses = wanted.rowwise, wanted.columnwise
+        k_major.launch_pieces(RowsToQuantize(values, ends), fmt, *uses, pieces, amax)
+    return dscales
+
+
+def _launch_pass(
+    inputs: GluBackwardInputs,
+    glu: Glu,
+    fmt: NumberFormat,
+    act_format: NumberFormat,
+    wanted: GluBackwardUses,
+    pieces: Sequence[Tensor | int],
+    values: Tensor | None,
+    act: Sequence[Tensor | int],
     amax: Tensor | None = None,
-) -> _Tensors:
+) -> Tensor:
     """The kernel; with ``amax`` it finds the groups' largest magnitudes."""
     dy, preact, scales, ends, preact_scale = inputs
     rows, columns = preact.shape
-    pieces = k_major.outputs(RowsToQuantize(preact, ends), fmt, wanted.rowwise, wanted.columnwise)
-    dpreact = dy.new_empty(preact.shape if wanted.values else (0,))
-    act = _act_pieces(inputs, act_format, wanted)
     stripe, paired = _stripe(glu, columns), _paired(glu, columns)
     blocks = 0 if scales is None else -(-columns // FP8_BLOCK) >> paired
     of_rows = None if scales is None else scales.float().contiguous()
@@ -285,10 +317,9 @@ def _launch(
     of_act = act_format if wanted.activation else None
     constants = _kernel(fmt, of_act, ends.dtype, wanted, *which)
     sizes = rows, columns, len(ends), padded_size(rows, len(ends), FP8_BLOCK), stripe
-    addresses = dy, preact, preact_scale, of_rows, ends, amax, *pieces, partials, dpreact, *act
+    addresses = dy, preact, preact_scale, of_rows, ends, amax, *pieces, partials, values, *act
     launch("quantize.glu_backward.quantize", constants, dy.device, *addresses, *sizes, *glu[2:])
-    dscales = partials if scales is None else launch_tile_sums(partials, rows, scales.dtype)
-    return *pieces, dscales, dpreact, *act
+    return partials if scales is None else launch_tile_sums(partials, rows, scales.dtype)
 
 
 @lru_cache(maxsize=1024)

@@ -9,26 +9,29 @@ groups of them begin at multiples of 128, with zeros between. The op's definitio
 An index may say which row of the input each row is: then rows are gathered while they are
 quantized, and are not written in high precision.
 
-The results are held by these types. "As written" is the layout in which kernels write them, which
-the fields of each type describe::
+The results are held by these types::
 
-                    made by                          layout                      read by
-    KMajorPieces    the op, `launch_quantize`        as written, both uses       `as_operands`
-    StoredOperand   callers of these ops, of pieces  as written, one use         unchecked launches
-    ScaledMatrix    `row` and `column` of these,     as the library ops of       those ops and their
-                    `row_operand`                    products take it: views     definitions
-    KMajorOperands  `quantize_k_major`               a ScaledMatrix of each use  fused ops
-    GluGradients    `quantize_glu_backward`          both, and other gradients   fused ops
+                    made by                         layout                      read by
+    KMajorPieces    the op                          as kernels write it         `as_operands`
+    ScaledMatrix    `as_operands`, `row_operand`,   as the library ops of       those ops and
+                    `StoredOperand.column`          products take it: views     their definitions
+    StoredOperand   `launch_quantize`               as kernels write it, in     unchecked launches
+                                                    one allocation
+    KMajorOperands  `quantize_k_major`,             one of these for each use   fused ops
+                    `launch_quantize`
+    GluGradients    `quantize_glu_backward`,        these, and other gradients  fused ops
+                    `launch_glu_backward`
 
-Unchecked launches (`fused.fp8_fast_path`) take no views, which cost host time.
+Unchecked launches (`fused.fp8_fast_path`) take no views, and few allocations: both cost host time.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from types import NotImplementedType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,17 +91,19 @@ class RowsToQuantize(NamedTuple):
 class KMajorOperands(NamedTuple):
     """Operands for products that reduce the columns of ``[rows, columns]``, and the rows.
 
+    Each a `ScaledMatrix`, from `launch_quantize` a `StoredOperand`, or None.
+
     In blocks of 1x128: ``value[r, k] = data[r, k] * scale[r, k // 128]``, and for the column-wise
     use ``value[p, c] = data[p, c] * scale[p // 128, c]`` of padded rows ``p``. A scale of a whole
     matrix or group is repeated for these blocks.
     """
 
-    row: ScaledMatrix | None
+    row: Any
     """Data ``[rows, columns]``; scales ``[rows, ceil(columns / 128)]``, a view of contiguous
     ``[ceil(columns / 128), rows]``, or of groups an expanded one of ``[rows]``. Of 128x128 blocks
     and whole matrices: data ``[..., rows, columns]``, scales ``[..., ceil(rows / 128),
     ceil(columns / 128)]``."""
-    column: ScaledMatrix | None
+    column: Any
     """Data ``[padded, columns]``, a view of contiguous ``[columns, padded]``, and scales
     ``[padded / 128, columns]``, of groups an expanded view of ``[padded / 128]``; ``padded`` is
     ``padded_size(rows, groups, 128)``. Rows behind a group's end, up to a multiple of 128, are
@@ -142,29 +147,96 @@ def quantize_k_major(
     return as_operands(pieces, fmt, rowwise, columnwise, ends is not None)
 
 
+class StoredLayout(NamedTuple):
+    """Where a quantized operand of groups lies in one allocation, in bytes."""
+
+    shape: tuple[int, int]
+    """``(rows, columns)`` of the operand; column-wise the rows are padded."""
+    scale: int
+    scale_shape: tuple[int, ...]
+    scale_pitch: int
+    """Distance of the scales of neighbouring rows; column-wise of columns."""
+    scale_block: int
+    """Distance of the scales of neighbouring blocks of the reduction."""
+    ends: int
+    size: int
+
+
+@lru_cache(maxsize=1024)
+def stored_layout(
+    rows: int, columns: int, groups: int, fmt: NumberFormat, columnwise: bool
+) -> StoredLayout:
+    """The layout of a `StoredOperand` of ``[rows, columns]``, in 1x128 blocks or by group."""
+    if columnwise:
+        rows = padded_size(rows, groups, FP8_BLOCK)
+    across, reduced = (columns, rows) if columnwise else (rows, columns)
+    shape: tuple[int, ...] = -(-reduced // FP8_BLOCK), across
+    pitch, block = 1, across
+    if fmt.block is None:
+        shape, pitch, block = ((shape[0],), 0, 1) if columnwise else ((across,), 1, 0)
+    scale = rows * columns
+    ends = scale + 4 * math.prod(shape)
+    size = ends + 4 * groups if columnwise else ends
+    return StoredLayout((rows, columns), scale, shape, pitch, block, ends, size)
+
+
 class StoredOperand(NamedTuple):
-    """Quantized rows of groups for one of their uses, as they lie in memory."""
+    """Quantized rows of groups for one of their uses, as kernels write them, in one allocation.
 
-    data: Tensor
-    """Contiguous: row-wise ``[rows, columns]``, column-wise ``[columns, padded]``."""
-    scale: Tensor
-    """FP32: row-wise ``[ceil(columns / 128), rows]``, column-wise ``[padded / 128, columns]``. With
-    one scale for each group ``[rows]`` and ``[padded / 128]``."""
-    ends: Tensor | None = None
-    """Column-wise: int32 ``[groups]``, end rows of the padded groups."""
+    Elements, contiguous: row-wise ``[rows, columns]``, column-wise ``[columns, padded]``. Then FP32
+    scales: row-wise ``[ceil(columns / 128), rows]``, column-wise ``[padded / 128, columns]``; with
+    one scale for each group ``[rows]`` and ``[padded / 128]``. Then, column-wise, int32
+    ``[groups]``, the end rows of the padded groups. Launches take it as they take a tensor.
+    """
 
-    def row(self, fmt: NumberFormat) -> ScaledMatrix:
-        """See `KMajorOperands.row`."""
-        data, scale, _ = self
-        of_blocks = scale.t() if fmt.directional else _for_blocks(scale, data.shape[-1])
-        return ScaledMatrix(data, of_blocks)
+    memory: Tensor
+    layout: StoredLayout
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(rows, columns)``; column-wise the rows are padded."""
+        return self.layout.shape
+
+    def data_ptr(self) -> int:
+        """The address of the elements."""
+        return self.memory.data_ptr()
+
+    def new_empty(self, *size: int, dtype: torch.dtype) -> Tensor:
+        """A tensor without values on the same device."""
+        return self.memory.new_empty(*size, dtype=dtype)
+
+    def addresses(self) -> tuple[int, int, int]:
+        """Those of the elements, the scales and the ends."""
+        data = self.memory.data_ptr()
+        return data, data + self.layout.scale, data + self.layout.ends
 
     def column(self, fmt: NumberFormat) -> ScaledMatrix:
-        """See `KMajorOperands.column`."""
-        data, scale, ends = self
-        if fmt.block is None:
-            scale = scale.unsqueeze(-1).expand(-1, data.shape[0])
-        return ScaledMatrix(data.t(), scale, ends)
+        """The column-wise operand, views; see `KMajorOperands.column`."""
+        (padded, columns), at, scale_shape, _, _, ends, _ = self.layout
+        memory = self.memory.contiguous()  # a saved-tensor hook may have laid it out otherwise
+        data = memory[:at].view(fmt.element.dtype).view(columns, padded)
+        scale = memory[at:ends].view(torch.float32).view(scale_shape)
+        return column_matrix(data, scale, memory[ends:].view(torch.int32), fmt)
+
+
+def empty_operand(like: Tensor, layout: StoredLayout) -> StoredOperand:
+    """Memory for an operand, on the device of ``like``."""
+    return StoredOperand(like.new_empty(layout.size, dtype=torch.uint8), layout)
+
+
+def row_matrix(data: Tensor, scale: Tensor, fmt: NumberFormat) -> ScaledMatrix:
+    """`KMajorOperands.row`, of elements and scales of groups as kernels write them."""
+    of_blocks = scale.t() if fmt.directional else _for_blocks(scale, data.shape[-1])
+    return ScaledMatrix(data, of_blocks)
+
+
+def column_matrix(
+    data: Tensor, scale: Tensor, ends: Tensor | None, fmt: NumberFormat
+) -> ScaledMatrix:
+    """`KMajorOperands.column`, likewise."""
+    if fmt.block is None:
+        scale = scale.unsqueeze(-1).expand(-1, data.shape[0])
+    return ScaledMatrix(data.t(), scale, ends)
 
 
 def as_operands(
@@ -175,10 +247,10 @@ def as_operands(
     row = column = None
     if _pads_groups(fmt, grouped):
         if rowwise:
-            row = StoredOperand(row_data, row_scale).row(fmt)
+            row = row_matrix(row_data, row_scale, fmt)
         if columnwise:
             ends = padded_ends if grouped else None
-            column = StoredOperand(column_data, column_scale, ends).column(fmt)
+            column = column_matrix(column_data, column_scale, ends, fmt)
         return KMajorOperands(row, column)
     if fmt.block is None and (rowwise or columnwise):
         columns = row_data.shape[-1] if rowwise else column_data.shape[-2]
@@ -372,27 +444,61 @@ def _cuda(
     if not (some and fills_stores and supports_matrix(x, x.dtype, ends)):
         return NotImplemented
     x, index = with_aligned_rows(x), None if index is None else index.contiguous()
-    return launch_quantize(RowsToQuantize(x, ends, index), fmt, rowwise, columnwise)
+    source = RowsToQuantize(x, ends, index)
+    pieces = outputs(source, fmt, rowwise, columnwise)
+    launch_pieces(source, fmt, rowwise, columnwise, pieces)
+    return pieces
 
 
 def launch_quantize(
+    rows: RowsToQuantize, fmt: NumberFormat, *, rowwise: bool, columnwise: bool
+) -> KMajorOperands:
+    """The op by its kernel, unchecked: of groups, not gathered, of what the kernel supports."""
+    operands, addresses = stored_outputs(rows, fmt, rowwise, columnwise)
+    launch_pieces(rows, fmt, rowwise, columnwise, addresses)
+    return operands
+
+
+def stored_outputs(
+    source: RowsToQuantize, fmt: NumberFormat, rowwise: bool, columnwise: bool
+) -> tuple[KMajorOperands, Sequence[int]]:
+    """Allocate operands of groups; gives them, and the addresses of `KMajorPieces`."""
+    x, ends, _ = source
+    sizes = *x.shape, ends.shape[0], fmt
+    row = column = None
+    of_row, of_column = (0, 0), (0, 0, 0)
+    if rowwise:
+        layout = stored_layout(*sizes, False)
+        row = empty_operand(x, layout)
+        of_row = row.addresses()[:2]
+    if columnwise:
+        layout = stored_layout(*sizes, True)
+        column = empty_operand(x, layout)
+        of_column = column.addresses()
+    return KMajorOperands(row, column), (*of_row, *of_column)
+
+
+def launch_pieces(
     source: RowsToQuantize,
     fmt: NumberFormat,
     rowwise: bool,
     columnwise: bool,
+    pieces: Sequence[Tensor | int],
     amax: Tensor | None = None,
-) -> KMajorPieces:
-    """The op by its kernel, of what that supports, unchecked; ``amax`` is `amax_bits` if known."""
+) -> None:
+    """Write `KMajorPieces` of tensors, or at addresses; ``amax`` is `amax_bits` if known."""
     x, ends, index = source
     pass_chunks = 0 if index is None else chunks_per_pass(*x.shape, x.itemsize)
     if fmt.block is None and amax is None:
         amax = amax_bits(x, ends, fmt, index=index, pass_chunks=pass_chunks)
-    pieces = outputs(source, fmt, rowwise, columnwise)
     ends_dtype = None if ends is None else ends.dtype
     constants = _kernel(fmt, x.dtype, ends_dtype, rowwise, columnwise, index is not None)
-    more = *sizes_of(x, ends, index), pieces[2].shape[-1], pass_chunks
+    sizes = sizes_of(x, ends, index)
+    padded = sizes.matrix_rows
+    if _pads_groups(fmt, ends is not None):
+        padded = padded_size(sizes.rows, sizes.groups, FP8_BLOCK)
+    more = *sizes, padded, pass_chunks
     launch("quantize.k_major.quantize", constants, x.device, x, ends, index, amax, *pieces, *more)
-    return pieces
 
 
 @lru_cache(maxsize=1024)

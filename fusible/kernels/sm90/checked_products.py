@@ -23,7 +23,6 @@ from fusible.kernels.sm90 import limits, tiles
 from fusible.kernels.sm90.grouped_products import (
     WeightProducts,
     cached_products,
-    scales_by_reduction,
 )
 from fusible.kernels.sm90.launch import NO_SCALES, OperandScales
 from fusible.kernels.sm90.operands import (
@@ -240,11 +239,14 @@ def grouped_glu(
     if bias is not None:
         check_tensor("bias", bias, shape[:2], products.value_dtype, x.device)
         bias = bias.contiguous()
-    made = products.glu(
+    preact, *made = products.glu(
         x, address, ends, scales, glu, bias, save_preact, table, pitch, operand_scales, zero_tail,
         fmt, quantize_preact,
     )  # fmt: skip
-    return made if fmt is None or quantize_preact else (*made[:3], made[2].new_empty(0))
+    if fmt is None:
+        return preact, made[0]
+    act, act_scales, preact_scales = made
+    return preact, act, act_scales, x.new_empty(0) if preact_scales is None else preact_scales
 
 
 def grouped_dglu(
@@ -352,7 +354,9 @@ def _gradient_operands(
     dy, x = _column_major(dy), _column_major(x)
     if x_scale.stride(1):  # TMA reads one for each column
         x_scale = _aligned(x_scale)
-    scales = scales_by_reduction(dy_scale, x_scale)
+    addresses = dy_scale.data_ptr(), x_scale.data_ptr()
+    strides = dy_scale.stride()[::-1], x_scale.stride()[::-1]
+    scales = OperandScales(*addresses, *strides[0], 0, *strides[1])
     return _GradientOperands(dy, x, products, (0, 0), scales, (dy_scale, x_scale))
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fusible.kernels.glu import Glu
 from fusible.kernels.grouped.vectors import launch_tile_sums
+from fusible.kernels.quantize.k_major import StoredOperand
 from fusible.kernels.runtime.gpu import multiprocessors
 from fusible.kernels.runtime.launch import TENSOR_TYPES
 from fusible.kernels.sm90 import limits, tiles
@@ -147,7 +148,7 @@ class WeightProducts:
 
     def forward(
         self,
-        x: Tensor,
+        x: Tensor | StoredOperand,
         w: int,
         ends: Tensor,
         bias: Tensor | None = None,
@@ -183,7 +184,7 @@ class WeightProducts:
 
     def glu(
         self,
-        x: Tensor,
+        x: Tensor | StoredOperand,
         w: int,
         ends: Tensor,
         scales: Tensor | None,
@@ -196,10 +197,12 @@ class WeightProducts:
         zero_tail: bool = True,
         out_format: NumberFormat | None = None,
         quantize_preact: bool = False,
-    ) -> tuple[Any, ...]:
-        """`grouped_glu`; with ``out_format`` `grouped_glu_quantized`.
+        out: StoredOperand | None = None,
+    ) -> tuple[Tensor, Any, Tensor | None, Tensor | None]:
+        """`grouped_glu`; with ``out_format`` `grouped_glu_quantized`, into ``out`` if given.
 
-        None for the scales of a pre-activation that is not quantized.
+        The last two results, the scales of the activation and of the pre-activation, are None
+        where these are not quantized, and those that lie in ``out``.
         """
         scale, kind = None if scales is None else scales.dtype, FORWARD[glu.sides - 1]
         launch = self._rows_launch(
@@ -209,22 +212,25 @@ class WeightProducts:
         rows, columns, dtype = x.shape[0], self._columns, self.value_dtype
         kept, features = rows if save_preact else 0, columns // glu.sides
         of_preact = SAVED_INPUT.element.dtype if quantize_preact else dtype
-        row_scales = preact_scales = None
         preact = x.new_empty(kept, columns, dtype=of_preact)
-        if out_format is not None:
-            dtype = out_format.element.dtype
-            row_scales = x.new_empty(-(-features // FP8_BLOCK), rows, dtype=torch.float32)
+        act, act_scales, preact_scales = out, None, None
         if quantize_preact:
             preact_scales = x.new_empty(-(-columns // FP8_BLOCK), kept, dtype=torch.float32)
-        out = x.new_empty(rows, features, dtype=dtype)
-        operands = x, w, out.data_ptr(), ends, bias, scales, table, operand_scales, zero_tail
+        if out_format is not None and out is None:
+            act_scales = x.new_empty(-(-features // FP8_BLOCK), rows, dtype=torch.float32)
+        if act is None:
+            act = x.new_empty(
+                rows, features, dtype=out_format.element.dtype if out_format else dtype
+            )
+        address, at_scales = act.data_ptr(), 0 if act_scales is None else act_scales.data_ptr()
         launch(
-            *operands,  # the scales of a quantized pre-activation are written to `preact`
+            x, w, address, ends, bias, scales, table, operand_scales, zero_tail,
+            # The scales of a quantized pre-activation are written to `preact`.
             preact=0 if preact_scales is None else preact_scales.data_ptr(),
-            d_preact=(preact if save_preact else out).data_ptr(),
-            row_results=0 if row_scales is None else row_scales.data_ptr(),
-        )
-        return (preact, out) if row_scales is None else (preact, out, row_scales, preact_scales)
+            d_preact=preact.data_ptr() if save_preact else address,
+            row_results=at_scales if out is None else out.addresses()[1],
+        )  # fmt: skip
+        return preact, act, act_scales, preact_scales
 
     def dglu(
         self,
@@ -288,6 +294,19 @@ class WeightProducts:
             dw = a.new_empty(self._groups, columns, depth, dtype=self.value_dtype)
             address, table = dw.data_ptr(), 0
         launch(a, b.data_ptr(), address, ends, None, None, table, operand_scales)
+        return dw
+
+    def stored_wgrad(self, dy: StoredOperand, x: StoredOperand) -> Tensor:
+        """`wgrad` of column-wise FP8 operands of the groups that ``dy`` has."""
+        (columns, depth), (of_dy, of_x) = (dy.shape[1], x.shape[1]), (dy.layout, x.layout)
+        launch = self._wgrad_launch(columns, depth, (0, 0), None, False, of_x.scale_pitch == 0)
+        dw = dy.new_empty(self._groups, columns, depth, dtype=self.value_dtype)
+        (_, a_scale, ends), (b, b_scale, _) = dy.addresses(), x.addresses()
+        scales = OperandScales(
+            a_scale, b_scale, of_dy.scale_pitch, of_dy.scale_block,
+            b_pitch=of_x.scale_pitch, b_block=of_x.scale_block,
+        )  # fmt: skip
+        launch(dy, b, dw.data_ptr(), ends, operand_scales=scales)
         return dw
 
 
@@ -365,19 +384,11 @@ def products_by_rows(
     return lambda rows: for_bucket(tiles.rows_bucket(rows, groups))
 
 
-def scales_by_row(x_scale: Tensor, w_scale: Tensor) -> OperandScales:
-    """Those of FP8 weights and rows, as stored: ``x_scale`` is ``[blocks, rows]`` or ``[rows]``."""
-    of_blocks = x_scale.stride(0) if x_scale.dim() == 2 else 0
-    return OperandScales(x_scale.data_ptr(), w_scale.data_ptr(), 1, of_blocks, *w_scale.stride())
-
-
-def scales_by_reduction(dy_scale: Tensor, x_scale: Tensor) -> OperandScales:
-    """Those of a weight gradient, of scales ``[blocks, columns]`` or ``[blocks]``."""
-    (dy_block, dy_pitch), (x_block, x_pitch) = [
-        scale.stride() if scale.dim() == 2 else (1, 0) for scale in (dy_scale, x_scale)
-    ]
-    addresses = dy_scale.data_ptr(), x_scale.data_ptr()
-    return OperandScales(*addresses, dy_pitch, dy_block, 0, x_pitch, x_block)
+def scales_by_row(x: StoredOperand, w_scale: Tensor) -> OperandScales:
+    """Those of FP8 rows, row-wise, and weights."""
+    (_, a_scale, _), layout = x.addresses(), x.layout
+    of_rows = layout.scale_pitch, layout.scale_block
+    return OperandScales(a_scale, w_scale.data_ptr(), *of_rows, *w_scale.stride())
 
 
 @functools.lru_cache(maxsize=1024)

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fusible.kernels.quantize.k_major import StoredOperand
 from fusible.kernels.runtime.gpu import multiprocessors
 from fusible.kernels.runtime.launch import call_on_device, load_kernel
 from fusible.kernels.runtime.workspaces import zeroed_counter
@@ -74,10 +75,10 @@ class Launch:
 
     def __call__(
         self,
-        a: Tensor,
+        a: Tensor | StoredOperand,
         b: int,
         out: int,
-        ends: Tensor,
+        ends: Tensor | int,
         bias: Tensor | None = None,
         scales: Tensor | None = None,
         table: int = 0,
@@ -90,10 +91,10 @@ class Launch:
     ) -> None:
         """Launch the kernel on the device's current stream, unless there are no rows.
 
-        ``b``, ``out``, ``table``, ``preact``, ``d_preact`` and ``row_results`` are addresses.
-        ``preact`` is what a backward reads; a forward with `Spec.quantize_preact` writes the scales
-        of its pre-activation there. Without ``zero_tail`` the rows past the last group are not
-        written.
+        ``b``, ``out``, ``table``, ``preact``, ``d_preact`` and ``row_results`` are addresses, and
+        ``ends`` may be one. ``preact`` is what a backward reads; a forward with
+        `Spec.quantize_preact` writes the scales of its pre-activation there. Without ``zero_tail``
+        the rows past the last group are not written.
         """
         rows = a.shape[0]
         if rows == 0:
@@ -106,7 +107,8 @@ class Launch:
         stream = torch._C._cuda_getCurrentRawStream(index)  # a tenth of the public call's time
         counter = zeroed_counter(index, stream) if self._dynamic else 0
         call_on_device(index, self._function, (
-            a.data_ptr(), b, preact, out, d_preact, ends.data_ptr(), table,
+            a.data_ptr(), b, preact, out, d_preact,
+            ends if type(ends) is int else ends.data_ptr(), table,
             0 if bias is None else bias.data_ptr(), 0 if scales is None else scales.data_ptr(),
             row_results, counter, rows, rows if zero_tail else 0, *self._constant, clusters,
             *operand_scales, stream,
