@@ -263,7 +263,9 @@ def launch_glu_backward(
     act, of_act = None, (0, 0)
     if wanted.activation:
         made = k_major.stored_outputs(RowsToQuantize(dy, ends), act_format, False, True)
-        (_, act), (_, _, *of_act, _) = made
+        (_, act), (_, _, *of_act, act_ends) = made
+        if not wanted.columnwise:
+            pieces = *pieces[:4], act_ends
     dscales = _launch(inputs, glu, fmt, act_format, wanted, pieces, values, of_act)
     return GluGradients(operands, dscales, values, act)
 

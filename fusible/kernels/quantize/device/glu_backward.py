@@ -311,7 +311,7 @@ def _quantize(
     tile = thread_tile(block, chunk, rows, columns, groups, rows, ends, spec.quantize)
     quantize = spec.quantize
     if cutlass.const_expr(not quantize.has_matrix_scales):
-        if cta == 0:
+        if (cta == 0) & (padded_ends != Int64(0)):
             store_padded_ends(ends, padded_ends, groups, rows, quantize.rows, quantize.wide_ends)
     if tile.rows > 0:
         constants = limit, alpha, offset

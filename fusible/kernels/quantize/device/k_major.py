@@ -236,7 +236,7 @@ def _quantize(
     tile = thread_tile(block, chunk, rows, columns, groups, matrix_rows, ends, spec)
     out = KMajorOut(row_data, row_scale, col_data, col_scale, col_pitch)
     if cutlass.const_expr(spec.grouped):
-        if cta == 0:
+        if (cta == 0) & (padded_ends != Int64(0)):
             store_padded_ends(ends, padded_ends, groups, rows, spec.rows, spec.wide_ends)
     if tile.rows > 0:
         quantize_block(x, index, pitch, tile, rows, columns, matrix_rows, amax, out, spec)
