@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 from weakref import finalize, ref
 
 import torch
@@ -44,16 +44,29 @@ def counting_steps() -> Iterator[None]:
 class _Entry(NamedTuple):
     state: tuple[Any, ...]
     """What tells the tensors and their values from others; see `_state`."""
-    held: Sequence[Any]
+    held: Sequence[Any] = ()
     """Parameters, and memory, which nothing else may get: addresses and ids are in the state."""
-    references: Sequence[ref[Tensor]]
+    references: Sequence[ref[Tensor]] = ()
     """To the other tensors."""
-    operands: dict[Hashable, tuple[Uses, Any]]
+    gone: Sequence[ref[Tensor]] = ()
+    """Those to tensors that are no more, whose ids others may have."""
+    operands: dict[Hashable, tuple[Uses, Any]] = {}  # noqa: RUF012 - never written to
     """By key: the uses that operands are for, and the operands."""
 
-    def is_of(self, state: tuple[Any, ...]) -> bool:
-        """Whether the state is the entry's, and its tensors exist: ids are used again."""
-        return self.state == state and not any([t() is None for t in self.references])
+    @classmethod
+    def of(cls, state: tuple[Any, ...], stored: Sequence[Tensor]) -> Self:
+        """An entry of `stored_tensors`; of a quantized one it keeps what its pieces tell.
+
+        A parameter itself: PyTorch refuses to swap one that has a weak reference, as conversions
+        and loads do under ``torch.__future__.set_swap_module_params_on_conversion``; one that is
+        replaced lives until the op's next forward. A parametrization, and so an adapter of peft,
+        swaps a parameter of a subclass with itself.
+        """
+        plain = [t for t in stored if not isinstance(t, QuantizedTensor)]
+        parameters = [t for t in plain if isinstance(t, nn.Parameter)]
+        memory, gone = [t.untyped_storage() for t in plain], []
+        references = [ref(t, gone.append) for t in plain if not isinstance(t, nn.Parameter)]
+        return cls(state, (*parameters, *memory), references, gone, {})
 
 
 class OperandCache:
@@ -69,11 +82,11 @@ class OperandCache:
         self.until_updated = until_updated
         self._shards = tuple(shards)
         # Replaced as a whole: other threads may run the op.
-        self._cached = _Entry((), (), (), {})
+        self._cached = _Entry(())
 
     def get(
         self,
-        stored: tuple[Tensor, ...],
+        stored: Sequence[Tensor],
         key: Hashable,
         make: Callable[[], Any],
         uses: Uses,
@@ -82,23 +95,27 @@ class OperandCache:
 
         An entry is for the ``uses`` that it was made for; one for more of them replaces it.
         """
-        if self.until_updated and any([t.is_inference() or not t.is_leaf for t in stored]):
+        try:
+            state = self._state(stored)
+        except RuntimeError:  # made in inference mode, a tensor has no version
             return make()
-        entry, state = self._cached, self._state(stored)
-        if not entry.is_of(state):
+        entry = self._cached
+        if entry.state != state or entry.gone:
+            if self.until_updated and not all([t.is_leaf for t in stored]):
+                return make()
             # The old operands are freed before new ones are made.
-            entry = self._cached = _Entry(state, *_kept(stored), {})
+            entry = self._cached = _Entry.of(state, stored)
         # Operands can be read without waiting on the stream on which they are made.
         on_cuda = stored[0].is_cuda
         key = key, torch._C._cuda_getCurrentRawStream(stored[0].device.index) if on_cuda else 0
         cached = entry.operands.get(key)
-        if cached is None or not all(map(operator.ge, cached[0], uses)):
+        if cached is None or not (cached[0] == uses or all(map(operator.ge, cached[0], uses))):
             # Autograd cannot save what inference mode made.
             with torch.inference_mode(False), torch.no_grad():
                 cached = entry.operands[key] = uses, make()
         return cached[1]
 
-    def _state(self, stored: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    def _state(self, stored: Sequence[Tensor]) -> tuple[Any, ...]:
         """What changes where tensors are others or, with ``until_updated``, may have other values.
 
         An assignment to ``.data`` changes no version, and may give another view of the same memory.
@@ -112,28 +129,13 @@ class OperandCache:
         return _Steps.count, UnseenWrites.gathers, of_shards, memory, states
 
 
-def stored_tensors(weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def stored_tensors(weights: Sequence[Tensor]) -> Sequence[Tensor]:
     """The weights, and what those consist of that are stored quantized."""
-    pieces: list[Tensor] = []
+    stored = list(weights)
     for w in weights:
         if isinstance(w, QuantizedTensor):
-            pieces += w.pieces().values()
-    return *weights, *pieces
-
-
-def _kept(stored: Sequence[Tensor]) -> tuple[Sequence[Any], Sequence[ref[Tensor]]]:
-    """`_Entry.held` and `_Entry.references` of `stored_tensors`.
-
-    Of a quantized one, those of its pieces. A parameter itself: PyTorch refuses to swap one that
-    has a weak reference, as conversions and loads do under
-    ``torch.__future__.set_swap_module_params_on_conversion``; one that is replaced lives until the
-    op's next forward. A parametrization, and so an adapter of peft, swaps a parameter of a subclass
-    with itself.
-    """
-    plain = [t for t in stored if not isinstance(t, QuantizedTensor)]
-    parameters = [t for t in plain if isinstance(t, nn.Parameter)]
-    memory = [t.untyped_storage() for t in plain]
-    return (*parameters, *memory), [ref(t) for t in plain if not isinstance(t, nn.Parameter)]
+            stored += w.pieces().values()
+    return stored
 
 
 _copies: dict[int, OperandCache] = {}
