@@ -98,17 +98,39 @@ def refuse_derivatives(name: str, arguments: Sequence[Any]) -> None:
     every = [t for a in arguments for t in (a if isinstance(a, list | tuple) else (a,))]
     floating = [t for t in every if isinstance(t, Tensor) and t.is_floating_point()]
     if torch.is_grad_enabled() and any([t.requires_grad for t in floating]):
-        raise RuntimeError(
-            f"inputs of {name} must not require gradients, since it has no derivative; call it in "
-            "forward_impl and backward_impl of an op, or under torch.no_grad()"
-        )
-    if forward_ad._current_level < 0 or _is_below_autograd():
+        _refuse_gradients(name)
+    refuse_hidden_derivatives(name, *floating)
+
+
+def refuse_hidden_derivatives(name: str, *tensors: Tensor) -> None:
+    """`refuse_derivatives` of those that ``detach`` hides: tangents, and what ``vmap`` wraps."""
+    if forward_ad._current_level < 0 and (
+        torch.compiler.is_dynamo_compiling() or not torch._C._are_functorch_transforms_active()
+    ):
         return
-    if any([forward_ad.unpack_dual(t)[1] is not None for t in floating]):
-        raise RuntimeError(
-            f"inputs of {name} must have no tangents (torch.func.jvp, torch.autograd.forward_ad), "
-            "since it has no forward-mode derivative; use reverse mode"
-        )
+    if _is_below_autograd():
+        return
+    for t in tensors:
+        inner = t
+        while True:
+            if inner.requires_grad and inner is not t and torch.is_grad_enabled():
+                _refuse_gradients(name)
+            if forward_ad._current_level >= 0 and forward_ad.unpack_dual(inner)[1] is not None:
+                raise RuntimeError(
+                    f"inputs of {name} must have no tangents (torch.func.jvp, "
+                    "torch.autograd.forward_ad), since it has no forward-mode derivative; use "
+                    "reverse mode"
+                )
+            if not torch._C._functorch.is_functorch_wrapped_tensor(inner):
+                break
+            inner = torch._C._functorch.get_unwrapped(inner)
+
+
+def _refuse_gradients(name: str) -> None:
+    raise RuntimeError(
+        f"inputs of {name} must not require gradients, since it has no derivative; call it in "
+        "forward_impl and backward_impl of an op, or under torch.no_grad()"
+    )
 
 
 def _is_below_autograd() -> bool:

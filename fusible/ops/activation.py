@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from fusible.activations import ACTIVATIONS
@@ -89,7 +90,8 @@ class Activation(CastingOp):
         ceil(features / 128)]``.
         """
         ctx.dtype = x.dtype
-        if not (self.cache_quantized_input and ctx.requires_grad):
+        quantizes = self.cache_quantized_input and x.dtype != torch.float64
+        if not (quantizes and ctx.requires_grad):
             ctx.save_for_backward(x, *scales)
             return
         saved = quantize_input(_as_rows(x))
@@ -137,7 +139,7 @@ class GELU(_Unscaled):
     Args:
         cache_quantized_input: save x in FP8 (E4M3, a power of two for each 128 features of a row,
             as in arXiv 2412.19437, section 3.3.3): half the memory of BF16, and a less exact
-            gradient. The output is not affected.
+            gradient. The output is not affected. FP64 is saved as it is.
 
     Raises:
         ValueError: in a call, x has a dtype that ops do not compute in.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fusible import library
-from fusible.calls import is_direct
+from fusible.calls import is_direct, refuse_hidden_derivatives
 from fusible.recipes import quantization
 from fusible.recipes.formats import NumberFormat
 from fusible.recipes.matrix import Operand, QuantizedMatrix, Uses, as_bytes, shapes_of
@@ -181,6 +181,7 @@ def quantize_for(
     A ``stochastic`` format rounds by ``key``, or by one that is drawn here. A direct call does both
     in one launch, and writes no quantized matrix of which only the values are wanted.
     """
+    refuse_hidden_derivatives("quantize", x)
     x = x.detach()
     if key is None and fmt.stochastic:
         key = random_key(x)

@@ -6,6 +6,7 @@ import pytest
 import reference as ref
 import torch
 import torch.nn.functional as F
+from number_formats import MX, RECIPES
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -493,6 +494,60 @@ def test_forward_mode_through_library_ops_is_refused():
         dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
         with pytest.raises(RuntimeError, match=match):
             call(dual)
+
+
+@scripts
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("grad_enabled", [True, False])
+def test_forward_mode_under_a_recipe_is_refused(recipe, grad_enabled):
+    """Where nothing needs a gradient; the tangent would be lost where operands are quantized."""
+    layer, x = fz.Linear(32, 32).requires_grad_(False), torch.randn(32, 32)
+
+    def call(x):
+        with fz.autocast(recipe=recipe):
+            return layer(x)
+
+    match = r"inputs of quantize must have no tangents .* reverse mode"
+    with torch.set_grad_enabled(grad_enabled), pytest.raises(RuntimeError, match=match):
+        torch.func.jvp(call, (x,), (x,))
+    call(x)
+
+
+def moved():
+    block = fz.Sequential(fz.Dispatch(3), fz.ScaledSReLU(), fz.Combine())
+    return lambda x, ids, probs: block(x, probs, ids)[0]
+
+
+def routed():
+    router = fz.TopKRouter(8, 3, 2).requires_grad_(False)
+    return lambda x, *_: router(x)[1]
+
+
+def quantized():
+    linear = fz.Linear(8, 32).requires_grad_(False)
+
+    def call(x, *_):
+        with fz.autocast(recipe=MX):
+            return linear(x)
+
+    return call
+
+
+@pytest.mark.filterwarnings("ignore:.*There is a performance drop:UserWarning")
+@pytest.mark.parametrize("make", [moved, routed, quantized])
+def test_gradients_through_vmap_are_refused(make):
+    """What vmap passes on does not tell that it needs a gradient, which would be lost."""
+    x, ids, probs = torch.randn(2, 5, 8), torch.randint(0, 3, (2, 5, 2)), torch.rand(2, 5, 2)
+    call = make()
+
+    def batched(x):
+        return torch.vmap(call)(x, ids, probs).square().sum()
+
+    match = r"inputs of \w+ must not require gradients"
+    with pytest.raises(RuntimeError, match=match):
+        batched(x.clone().requires_grad_())
+    with pytest.raises(RuntimeError, match=match):
+        torch.func.grad(batched)(x)
 
 
 @scripts

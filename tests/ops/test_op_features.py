@@ -28,6 +28,16 @@ def grads_of(module, *inputs, dy=None):
 # --- cache_quantized_input -----------------------------------------------------------------------
 
 
+def test_an_input_of_fp64_is_saved_as_it_is():
+    """No format has its precision."""
+    x = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
+    made = [
+        torch.autograd.grad(fz.SReLU(cache_quantized_input=cached)(x).sum(), x)
+        for cached in (False, True)
+    ]
+    assert torch.equal(*[dx for (dx,) in made])
+
+
 @pytest.mark.parametrize("dtype", ref.DTYPES)
 @pytest.mark.parametrize("make", [*UNARY, *GATED])
 def test_a_cached_input_is_saved_in_fp8_and_only_the_gradient_sees_it(make, dtype):
