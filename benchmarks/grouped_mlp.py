@@ -176,7 +176,7 @@ def host_phases(problem: Problem) -> dict[str, float]:
     @torch.no_grad()
     def launches() -> None:
         ends = first.ends(problem.sizes, rows)
-        preact, hidden, *_ = first.glu(x, at1, ends, prob, Glu())
+        preact, hidden, _ = first.glu(x, at1, ends, prob, Glu())
         second.forward(hidden, at2, ends)
         d_preact, hidden, _ = second.dglu(dy, at2, ends, preact, prob, Glu(), overwrite=True)
         second.wgrad(dy, hidden, ends)

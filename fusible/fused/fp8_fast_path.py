@@ -182,7 +182,12 @@ class Fp8MLPFastPath(GroupedFastPath):
         ends = launch_group_ends(split_sizes, x.shape[0])
         x_row, x_column = self._quantized(x, ends, columnwise=fc1.needs.params[0])
         w, dgrad_w1 = self._weights(fc1, params)
-        preact, act, _, preact_scale = fc1.products.forward(x.shape[0]).glu(
+        act_row, act_column, out = None, None, (0, 0)
+        if self._quantizes_act:
+            sizes = x.shape[0], fc2.op.in_features, self._groups
+            act_row = empty_operand(x, stored_layout(*sizes, self._x_format, False))
+            out = act_row.addresses()[:2]
+        preact, act, preact_scale = fc1.products.forward(x.shape[0]).glu(
             x_row,
             w.data.data_ptr(),
             ends,
@@ -193,10 +198,9 @@ class Fp8MLPFastPath(GroupedFastPath):
             operand_scales=scales_by_row(x_row, w.scale),
             out_format=self._x_format if self._quantizes_act else None,
             quantize_preact=self._quantizes_act and self._quantizes_preact,
-            out=self._empty_activation(x) if self._quantizes_act else None,
+            out=out,
         )
         del x_row, w  # their memory serves what follows
-        act_row, act_column = act, None
         if not self._quantizes_act:
             if self._quantizes_preact:
                 preact, scale, _ = quantize_input(preact)
@@ -212,11 +216,6 @@ class Fp8MLPFastPath(GroupedFastPath):
         of_act = ends, scales, preact, preact_scale
         saved = *columns, *of_act, row_scale, fc2.saved_bias(params)
         return y, (*saved, *weights[0], *weights[1])
-
-    def _empty_activation(self, x: Tensor) -> StoredOperand:
-        """The memory of the activation of rows ``x``, row-wise, for an epilogue that quantizes."""
-        sizes = x.shape[0], self._linears[1].op.in_features, self._groups
-        return empty_operand(x, stored_layout(*sizes, self._x_format, False))
 
     def _quantized(self, x: Tensor, ends: Tensor, *, columnwise: bool) -> KMajorOperands:
         """An input of a linear, row-wise and, if needed, column-wise, by one launch."""

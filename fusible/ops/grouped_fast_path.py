@@ -298,7 +298,7 @@ class GroupedFastPath:
             y = products.forward(x, w, ends, bias, row_scale)
         else:
             save_preact = last.needs.requires_grad
-            preact, y, *_ = products.glu(x, w, ends, scales, self._glu, bias, save_preact)
+            preact, y, _ = products.glu(x, w, ends, scales, self._glu, bias, save_preact)
         for products, w, bias in second:
             y = products.forward(y, w, ends, bias, row_scale, reads_ahead=True)
         x_to_save = x if first.needs.params[0] else None

@@ -269,7 +269,7 @@ class GroupedLinear(WeightedOperation):
         load_pieces(self, state_dict, prefix, *args[-3:])
         groups = self.num_groups * (self.expert_processes or 1)
         for name, single in self._layouts().items():
-            convert_layout(state_dict, prefix, name, groups, single=single)
+            convert_layout(state_dict, prefix, name, groups, args[-1], single=single)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     # --- math ------------------------------------------------------------------------------------

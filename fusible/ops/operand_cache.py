@@ -64,7 +64,8 @@ class _Entry(NamedTuple):
         """
         plain = [t for t in stored if not isinstance(t, QuantizedTensor)]
         parameters = [t for t in plain if isinstance(t, nn.Parameter)]
-        memory, gone = [t.untyped_storage() for t in plain], []
+        memory = [t.untyped_storage() for t in plain]
+        gone: list[ref[Tensor]] = []
         references = [ref(t, gone.append) for t in plain if not isinstance(t, nn.Parameter)]
         return cls(state, (*parameters, *memory), references, gone, {})
 

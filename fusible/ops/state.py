@@ -112,15 +112,25 @@ def _give(parameter: nn.Parameter | None, attributes: dict[str, Any]) -> None:
             vars(parameter).setdefault(name, value)
 
 
-def convert_layout(state: State, prefix: str, name: str, num_groups: int, *, single: bool) -> None:
+def convert_layout(
+    state: State, prefix: str, name: str, num_groups: int, errors: list[str], *, single: bool
+) -> None:
     """Turn ``weight0`` ... of a state dict into one ``weight`` or back, as the module holds them.
 
-    Leaves alone what is incomplete, unlike or there twice, for the load to complain about. Shards
-    are gathered: their cuts differ.
+    Parts that do not make up one are an error of the load, added to ``errors``; what is there
+    twice, or of another number of groups, is left to PyTorch. Shards are gathered: their cuts
+    differ.
     """
     whole, parts = prefix + name, [f"{prefix}{name}{group}" for group in range(num_groups)]
     held = [key for key in (whole, *parts) if key in state]
     if single and held == parts and are_alike([state[part] for part in parts]):
         state[whole] = stack([state.pop(part) for part in parts])
+    elif single and held and whole not in held:
+        got = [f"{part} of shape {tuple(state[part].shape)}" for part in held]
+        missing = [f"no {part}" for part in parts if part not in state]
+        errors.append(
+            f"{whole} must be one tensor, or {parts[0]} to {parts[-1]} of one shape and format, "
+            f"got {', '.join(missing or got)}"
+        )
     elif not single and held == [whole] and state[whole].shape[:1] == (num_groups,):
         state.update(zip(parts, unstack(state.pop(whole)), strict=True))

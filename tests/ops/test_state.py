@@ -89,8 +89,12 @@ def test_one_group():
 def test_incomplete_layouts_are_complained_about():
     state = build(False).state_dict()
     del state["0.weight1"]
-    with pytest.raises(RuntimeError, match=r"(?s)Missing .*0\.weight\b.*Unexpected .*0\.weight0"):
-        build(True).load_state_dict(state)
+    for strict in (True, False):
+        with pytest.raises(RuntimeError, match=r"0\.weight must be .* got no 0\.weight1"):
+            build(True).load_state_dict(state, strict=strict)
+    unlike = {**build(False).state_dict(), "0.weight1": torch.zeros(3, 4)}
+    with pytest.raises(RuntimeError, match=r"0\.weight must be .*0\.weight1 of shape \(3, 4\)"):
+        build(True).load_state_dict(unlike)
     with pytest.raises(RuntimeError, match=r"Missing .*0\.weight1"):
         build(False).load_state_dict(state)
     with pytest.raises(RuntimeError, match=r"0\.weight"):

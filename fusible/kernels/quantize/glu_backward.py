@@ -260,13 +260,11 @@ def launch_glu_backward(
     rows = RowsToQuantize(preact, ends)
     operands, pieces = k_major.stored_outputs(rows, fmt, wanted.rowwise, wanted.columnwise)
     values = torch.empty_like(preact, dtype=dy.dtype) if wanted.values else None
-    act, of_act = None, (0, 0)
-    if wanted.activation:
-        made = k_major.stored_outputs(RowsToQuantize(dy, ends), act_format, False, True)
-        (_, act), (_, _, *of_act, act_ends) = made
-        if not wanted.columnwise:
-            pieces = *pieces[:4], act_ends
-    dscales = _launch(inputs, glu, fmt, act_format, wanted, pieces, values, of_act)
+    uses = False, wanted.activation
+    (_, act), of_act = k_major.stored_outputs(RowsToQuantize(dy, ends), act_format, *uses)
+    if not wanted.columnwise:
+        pieces = *pieces[:4], of_act[4]
+    dscales = _launch(inputs, glu, fmt, act_format, wanted, pieces, values, of_act[2:4])
     return GluGradients(operands, dscales, values, act)
 
 

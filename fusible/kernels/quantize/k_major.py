@@ -464,6 +464,7 @@ def stored_outputs(
 ) -> tuple[KMajorOperands, Sequence[int]]:
     """Allocate operands of groups; gives them, and the addresses of `KMajorPieces`."""
     x, ends, _ = source
+    assert ends is not None
     sizes = *x.shape, ends.shape[0], fmt
     row = column = None
     of_row, of_column = (0, 0), (0, 0, 0)

@@ -239,14 +239,20 @@ def grouped_glu(
     if bias is not None:
         check_tensor("bias", bias, shape[:2], products.value_dtype, x.device)
         bias = bias.contiguous()
-    preact, *made = products.glu(
+    rows, features = x.shape[0], shape[1] // glu.sides
+    out: tuple[int, int] = (0, 0)
+    if fmt is not None:
+        quantized = x.new_empty(rows, features, dtype=fmt.element.dtype)
+        act_scales = x.new_empty(-(-features // FP8_BLOCK), rows, dtype=torch.float32)
+        out = quantized.data_ptr(), act_scales.data_ptr()
+    preact, act, preact_scales = products.glu(
         x, address, ends, scales, glu, bias, save_preact, table, pitch, operand_scales, zero_tail,
-        fmt, quantize_preact,
+        fmt, quantize_preact, out,
     )  # fmt: skip
     if fmt is None:
-        return preact, made[0]
-    act, act_scales, preact_scales = made
-    return preact, act, act_scales, x.new_empty(0) if preact_scales is None else preact_scales
+        return preact, act
+    preact_scales = x.new_empty(0) if preact_scales is None else preact_scales
+    return preact, quantized, act_scales, preact_scales
 
 
 def grouped_dglu(
@@ -354,9 +360,9 @@ def _gradient_operands(
     dy, x = _column_major(dy), _column_major(x)
     if x_scale.stride(1):  # TMA reads one for each column
         x_scale = _aligned(x_scale)
+    (a_block, a_pitch), (b_block, b_pitch) = dy_scale.stride(), x_scale.stride()
     addresses = dy_scale.data_ptr(), x_scale.data_ptr()
-    strides = dy_scale.stride()[::-1], x_scale.stride()[::-1]
-    scales = OperandScales(*addresses, *strides[0], 0, *strides[1])
+    scales = OperandScales(*addresses, a_pitch, a_block, 0, b_pitch, b_block)
     return _GradientOperands(dy, x, products, (0, 0), scales, (dy_scale, x_scale))
 
 

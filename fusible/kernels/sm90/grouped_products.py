@@ -197,12 +197,12 @@ class WeightProducts:
         zero_tail: bool = True,
         out_format: NumberFormat | None = None,
         quantize_preact: bool = False,
-        out: StoredOperand | None = None,
-    ) -> tuple[Tensor, Any, Tensor | None, Tensor | None]:
-        """`grouped_glu`; with ``out_format`` `grouped_glu_quantized`, into ``out`` if given.
+        out: tuple[int, int] = (0, 0),
+    ) -> tuple[Tensor, Any, Tensor | None]:
+        """`grouped_glu`; with ``out_format`` `grouped_glu_quantized`.
 
-        The last two results, the scales of the activation and of the pre-activation, are None
-        where these are not quantized, and those that lie in ``out``.
+        A quantized activation is written to ``out``, the addresses of its elements and scales. Then
+        the second result is None, as are the scales of a pre-activation that is not quantized.
         """
         scale, kind = None if scales is None else scales.dtype, FORWARD[glu.sides - 1]
         launch = self._rows_launch(
@@ -210,27 +210,23 @@ class WeightProducts:
             out_format=out_format, quantize_preact=quantize_preact,
         )  # fmt: skip
         rows, columns, dtype = x.shape[0], self._columns, self.value_dtype
-        kept, features = rows if save_preact else 0, columns // glu.sides
+        kept = rows if save_preact else 0
         of_preact = SAVED_INPUT.element.dtype if quantize_preact else dtype
-        preact = x.new_empty(kept, columns, dtype=of_preact)
-        act, act_scales, preact_scales = out, None, None
+        preact, preact_scales = x.new_empty(kept, columns, dtype=of_preact), None
         if quantize_preact:
             preact_scales = x.new_empty(-(-columns // FP8_BLOCK), kept, dtype=torch.float32)
-        if out_format is not None and out is None:
-            act_scales = x.new_empty(-(-features // FP8_BLOCK), rows, dtype=torch.float32)
-        if act is None:
-            act = x.new_empty(
-                rows, features, dtype=out_format.element.dtype if out_format else dtype
-            )
-        address, at_scales = act.data_ptr(), 0 if act_scales is None else act_scales.data_ptr()
+        act = None
+        if out_format is None:
+            act = x.new_empty(rows, columns // glu.sides, dtype=dtype)
+            out = act.data_ptr(), 0
         launch(
-            x, w, address, ends, bias, scales, table, operand_scales, zero_tail,
+            x, w, out[0], ends, bias, scales, table, operand_scales, zero_tail,
             # The scales of a quantized pre-activation are written to `preact`.
             preact=0 if preact_scales is None else preact_scales.data_ptr(),
-            d_preact=preact.data_ptr() if save_preact else address,
-            row_results=at_scales if out is None else out.addresses()[1],
+            d_preact=preact.data_ptr() if save_preact else out[0],
+            row_results=out[1],
         )  # fmt: skip
-        return preact, act, act_scales, preact_scales
+        return preact, act, preact_scales
 
     def dglu(
         self,

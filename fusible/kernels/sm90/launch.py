@@ -108,7 +108,7 @@ class Launch:
         counter = zeroed_counter(index, stream) if self._dynamic else 0
         call_on_device(index, self._function, (
             a.data_ptr(), b, preact, out, d_preact,
-            ends if type(ends) is int else ends.data_ptr(), table,
+            ends if isinstance(ends, int) else ends.data_ptr(), table,
             0 if bias is None else bias.data_ptr(), 0 if scales is None else scales.data_ptr(),
             row_results, counter, rows, rows if zero_tail else 0, *self._constant, clusters,
             *operand_scales, stream,
