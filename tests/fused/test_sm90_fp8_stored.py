@@ -187,12 +187,13 @@ def test_a_weight_takes_two_bytes_per_value_and_frees_its_copy(single):
     tensors = [*kept, *[piece for w in weights for piece in w.pieces().values()]]
     memory = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     assert sum(memory.values()) <= 2.1 * sum(w.numel() for w in weights)
-    made = weakref.ref(operands.column.data)
+    made, anchor = weakref.ref(operands.column.data), id(weights[0].rowwise_data)
     del cached, operands, kept, tensors
     op.to(torch.device("meta"))  # as .cpu() frees memory of the GPU
     del weights
     gc.collect()
     assert made() is None
+    assert anchor not in operand_cache._copies
 
 
 def test_separate_weights_lie_side_by_side_with_versions_of_their_own():

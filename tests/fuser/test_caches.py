@@ -41,6 +41,7 @@ UNBOUNDED = {
     "kernels/runtime/workspaces.py _captured": "weights in captured graphs, grown below",
     "kernels/runtime/workspaces.py _pointer_tables": "1024 tables (test_sm90_prepared.py)",
     "kernels/runtime/workspaces.py _stream_counters": "256 streams, grown below",
+    "ops/operand_cache.py _copies": "stored weights that exist (test_sm90_fp8_stored.py)",
     "ops/peer_memory.py _captured": "sizes that a group's exchanges grew to, in captured graphs",
     "versions.py installed": "two packages",
     "versions.py sources_digest": "one digest",

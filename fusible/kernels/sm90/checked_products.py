@@ -251,7 +251,7 @@ def grouped_glu(
     )  # fmt: skip
     if fmt is None:
         return preact, act
-    preact_scales = x.new_empty(0) if preact_scales is None else preact_scales
+    preact_scales = act_scales.new_empty(0) if preact_scales is None else preact_scales
     return preact, quantized, act_scales, preact_scales
 
 
