@@ -103,13 +103,18 @@ def refuse_derivatives(name: str, arguments: Sequence[Any]) -> None:
 
 
 def refuse_hidden_derivatives(name: str, *tensors: Tensor) -> None:
-    """`refuse_derivatives` of those that ``detach`` hides: tangents, and what ``vmap`` wraps."""
+    """Raise RuntimeError for a derivative that would be lost without a word.
+
+    That of a tangent, or of what ``vmap`` wraps, whose wrapper does not tell that the tensor inside
+    needs a gradient. Gradients of plain tensors are the caller's.
+    """
     if forward_ad._current_level < 0 and (
         torch.compiler.is_dynamo_compiling() or not torch._C._are_functorch_transforms_active()
     ):
         return
-    if _is_below_autograd():
-        return
+    autograd = torch._C.DispatchKey.AutogradFunctionality
+    if torch._C._dispatch_tls_is_dispatch_key_excluded(autograd):
+        return  # which has seen the operation already: this is in `__torch_dispatch__`
     for t in tensors:
         inner = t
         while True:
@@ -131,12 +136,6 @@ def _refuse_gradients(name: str) -> None:
         f"inputs of {name} must not require gradients, since it has no derivative; call it in "
         "forward_impl and backward_impl of an op, or under torch.no_grad()"
     )
-
-
-def _is_below_autograd() -> bool:
-    """Whether autograd has seen the operation already: in ``__torch_dispatch__``."""
-    autograd = torch._C.DispatchKey.AutogradFunctionality
-    return torch._C._dispatch_tls_is_dispatch_key_excluded(autograd)
 
 
 def is_direct(x: object) -> bool:

@@ -1,7 +1,8 @@
 """A grouped MLP by FP8 products on Hopper as one autograd node: see `ops.grouped_fast_path`.
 
 The launches are those of `sm90_fp8_kernels`, in the same order. Products take the operands that
-its quantizers have made, which need no check.
+quantizers have made here, which need no check; a backward whose saved tensors hooks may have moved
+runs by library ops.
 """
 
 from __future__ import annotations
@@ -21,67 +22,69 @@ from fusible.kernels.quantize.glu_backward import (
     GluBackwardInputs,
     GluBackwardUses,
     GluGradients,
+    glu_gradients,
     launch_glu_backward,
-    quantize_glu_backward,
     writes_activation,
 )
 from fusible.kernels.quantize.k_major import (
     KMajorOperands,
+    PackedOperand,
     RowsToQuantize,
     ScaledMatrix,
-    StoredOperand,
     empty_operand,
     launch_quantize,
+    packed_layout,
     quantize_k_major,
-    stored_layout,
 )
 from fusible.kernels.quantize.saved_input import quantize_input
 from fusible.kernels.runtime.launch import TENSOR_TYPES, aligned
 from fusible.kernels.sm90.grouped_products import ProductsByRows, products_by_rows, scales_by_row
+from fusible.kernels.sm90.launch import OperandScales
 from fusible.ops.grouped_fast_path import AccumulatingContexts, GroupedFastPath
 from fusible.ops.grouped_kernels import is_memory_of
 from fusible.ops.op import Grads
+from fusible.ops.wgrad import grouped_gradient
 from fusible.recipes.formats import NumberFormat
 from fusible.recipes.tensor import QuantizedTensor
 
 
-class _Products(NamedTuple):
-    """The products of a linear, by rows, of operands that need no check."""
+class _LinearProducts(NamedTuple):
+    """The products of a linear; each gives its launches for a number of rows."""
 
     forward: ProductsByRows
     dgrad: ProductsByRows
     wgrad: ProductsByRows
 
-    def product(
-        self,
-        x: StoredOperand,
-        w: ScaledMatrix,
-        ends: Tensor,
-        bias: Tensor | None,
-        row_scale: Tensor | None,
-        reads_ahead: bool,
-    ) -> Tensor:
-        """``x @ w[e].T + bias[e] * row_scale``."""
-        return _product(self.forward, x, w, ends, bias, row_scale, reads_ahead)
-
-    def data_grad(self, dy: StoredOperand, w: ScaledMatrix, ends: Tensor) -> Tensor:
+    def data_grad(self, dy: PackedOperand, w: ScaledMatrix, ends: Tensor) -> Tensor:
         """``dy @ w[e].T``, of transposed weights."""
         return _product(self.dgrad, dy, w, ends)
 
-    def weight_grad(self, dy: StoredOperand, x: StoredOperand, ends: Tensor | None) -> Tensor:
-        """``dy.T @ x`` of each group, by the ends of ``dy``."""
-        return self.wgrad(dy.shape[1]).stored_wgrad(dy, x)
+    def weight_grad(self, dy: PackedOperand, x: PackedOperand) -> Tensor:
+        """``dy.T @ x`` of each group of ``dy``."""
+        (_, a_scale, ends), (_, b_scale, _) = dy.addresses(), x.addresses()
+        of_dy, of_x = dy.layout, x.layout
+        scales = OperandScales(
+            a_scale,
+            b_scale,
+            of_dy.scale_pitch,
+            of_dy.scale_block,
+            b_pitch=of_x.scale_pitch,
+            b_block=of_x.scale_block,
+        )
+        # Without `out` there is a result.
+        return self.wgrad(dy.shape[0]).wgrad(dy, x, ends, operand_scales=scales)  # type: ignore[return-value]
 
 
 def _product(
     by_rows: ProductsByRows,
-    x: StoredOperand,
+    x: PackedOperand,
     w: ScaledMatrix,
     ends: Tensor,
     bias: Tensor | None = None,
     row_scale: Tensor | None = None,
     reads_ahead: bool = False,
 ) -> Tensor:
+    """``x @ w[e].T + bias[e] * row_scale``."""
     products, scales = by_rows(x.shape[0]), scales_by_row(x, w.scale)
     operands = x, w.data.data_ptr(), ends, bias, row_scale
     return products.forward(*operands, operand_scales=scales, reads_ahead=reads_ahead)
@@ -96,9 +99,10 @@ class _LibraryProducts:
         return grouped.grouped_mm(dy.data, [w.data], ends, x_scale=dy.scale, w_scale=w.scale)
 
     @staticmethod
-    def weight_grad(dy: ScaledMatrix, x: ScaledMatrix, ends: Tensor) -> Tensor:
-        """``dy.T @ x`` of each group."""
-        return grouped.grouped_wgrad(dy.data, x.data, ends, None, dy.scale, x.scale)
+    def weight_grad(dy: ScaledMatrix, x: ScaledMatrix) -> Tensor:
+        """``dy.T @ x`` of each group of ``dy``."""
+        assert dy.ends is not None
+        return grouped.grouped_wgrad(dy.data, x.data, dy.ends, None, dy.scale, x.scale)
 
 
 class Fp8MLPFastPath(GroupedFastPath):
@@ -107,15 +111,12 @@ class Fp8MLPFastPath(GroupedFastPath):
     can_quantize_preact = True
 
     @classmethod
-    def _multiplies(cls, plan: Plan, dtype: torch.dtype) -> bool:
-        """See the base class; the plan selects FP8 products, under one recipe."""
-        return dtype == torch.bfloat16
-
-    @classmethod
     def _products_of(
         cls, plan: Plan, op: Any, device: torch.device, dtype: torch.dtype
-    ) -> _Products | None:
-        """See the base class."""
+    ) -> _LinearProducts | None:
+        """See the base class; the plan selects FP8 products, under one recipe."""
+        if dtype != torch.bfloat16:
+            return None
         recipe = plan.recipes[0][0].of_fp8_products
         formats = [recipe.format(role) for role in ("input", "weight", "grad")]
         x, w, dy = [fmt.element.dtype for fmt in formats]
@@ -125,7 +126,7 @@ class Fp8MLPFastPath(GroupedFastPath):
             products_by_rows(device, dy, groups, depth, columns, w),
             products_by_rows(device, dy, groups, columns, depth, x),
         )
-        return None if None in products else _Products(*products)  # type: ignore[arg-type]
+        return None if None in products else _LinearProducts(*products)  # type: ignore[arg-type]
 
     def __init__(
         self, plan: Plan, key: PlanKey, ops: Sequence[Any], products: Sequence[Any]
@@ -169,7 +170,7 @@ class Fp8MLPFastPath(GroupedFastPath):
     def _weights(
         self, linear: Any, params: Sequence[Tensor]
     ) -> tuple[ScaledMatrix, ScaledMatrix | None]:
-        """`KMajorOperands` of a linear's weights; stored ones may begin at any address."""
+        """A linear's weights for the forward, aligned, and transposed for the data gradient."""
         options = linear.needs, self._recipe, self._dtype, quantize_weights_k_major
         row, column = linear.op.quantized_weights(list(params[linear.weights]), *options)
         return ScaledMatrix(aligned(row.data), row.scale), column
@@ -180,12 +181,14 @@ class Fp8MLPFastPath(GroupedFastPath):
         scales, row_scale = self._scales_of(operands)
         fc1, fc2 = self._linears
         ends = launch_group_ends(split_sizes, x.shape[0])
-        x_row, x_column = self._quantized(x, ends, columnwise=fc1.needs.params[0])
+        rows = RowsToQuantize(x, ends)
+        x_row, x_column = _quantize(True, rows, self._x_format, True, fc1.needs.params[0])
         w, dgrad_w1 = self._weights(fc1, params)
-        act_row, act_column, out = None, None, (0, 0)
+        act_row: Any = None
+        act_column, out = None, (0, 0)
         if self._quantizes_act:
             sizes = x.shape[0], fc2.op.in_features, self._groups
-            act_row = empty_operand(x, stored_layout(*sizes, self._x_format, False))
+            act_row = empty_operand(x, *sizes, self._x_format, columnwise=False)
             out = act_row.addresses()[:2]
         preact, act, preact_scale = fc1.products.forward(x.shape[0]).glu(
             x_row,
@@ -205,22 +208,19 @@ class Fp8MLPFastPath(GroupedFastPath):
             if self._quantizes_preact:
                 preact, scale, _ = quantize_input(preact)
                 preact_scale = scale.t()
-            act_row, act_column = self._quantized(act, ends, columnwise=self._saves_act)
-        del act
+            rows = RowsToQuantize(act, ends)
+            act_row, act_column = _quantize(True, rows, self._x_format, True, self._saves_act)
+        del act, rows
         w, dgrad_w2 = self._weights(fc2, params)
         # FC1 wrote neither group ends nor stored weights.
         ahead = is_memory_of(w.data, params[fc2.weights.start])
-        y = fc2.products.product(act_row, w, ends, fc2.first_bias(params), row_scale, ahead)
+        of_bias = fc2.first_bias(params), row_scale
+        y = _product(fc2.products.forward, act_row, w, ends, *of_bias, ahead)
         columns = [None if saved is None else saved.memory for saved in (x_column, act_column)]
         weights = [(None, None) if w is None else w[:2] for w in (dgrad_w1, dgrad_w2)]
         of_act = ends, scales, preact, preact_scale
         saved = *columns, *of_act, row_scale, fc2.saved_bias(params)
         return y, (*saved, *weights[0], *weights[1])
-
-    def _quantized(self, x: Tensor, ends: Tensor, *, columnwise: bool) -> KMajorOperands:
-        """An input of a linear, row-wise and, if needed, column-wise, by one launch."""
-        rows = RowsToQuantize(x, ends)
-        return launch_quantize(rows, self._x_format, rowwise=True, columnwise=columnwise)
 
     def backward(
         self,
@@ -261,22 +261,8 @@ class Fp8MLPFastPath(GroupedFastPath):
 
     def _activation_grads(self, inputs: GluBackwardInputs, direct: bool) -> GluGradients:
         """The backward of the activation, with the activation itself if it was not saved."""
-        formats = self._dy_format, self._x_format
-        if direct:
-            made = launch_glu_backward(inputs, self._glu, *formats, self._uses)
-        else:
-            made = quantize_glu_backward(
-                inputs.dy,
-                inputs.saved_preact,
-                inputs.scales,
-                inputs.ends,
-                self._glu,
-                self._dy_format,
-                rowwise=self._uses.rowwise,
-                columnwise=self._uses.columnwise,
-                values=self._uses.values,
-                act_format=self._x_format if self._uses.activation else None,
-            )
+        backward = launch_glu_backward if direct else glu_gradients
+        made = backward(inputs, self._glu, self._dy_format, self._x_format, self._uses)
         if self._recomputes_act and not self._writes_act:
             preact = inputs.decoded().preact
             act = RowsToQuantize(self._glu.forward(preact, inputs.scales), inputs.ends)
@@ -288,24 +274,26 @@ class Fp8MLPFastPath(GroupedFastPath):
         if memory is None:
             return None
         sizes = rows, linear.op.in_features, self._groups
-        operand = StoredOperand(memory, stored_layout(*sizes, self._x_format, True))
+        operand = PackedOperand(memory, packed_layout(*sizes, self._x_format, True))
         return operand if direct else operand.column(self._x_format)
 
     def _weight_grads(
         self,
         linear: Any,
-        products: _Products | type[_LibraryProducts],
+        products: _LinearProducts | type[_LibraryProducts],
         dy: Any,
         x: Any,
         contexts: AccumulatingContexts,
     ) -> Grads:
-        """The gradients of a linear's weights, of a `ScaledMatrix` each, or a `StoredOperand`."""
+        """The gradients of a linear's weights, of a `ScaledMatrix` each, or a `PackedOperand`."""
+        op = linear.op
         if not linear.needs.params[0]:
-            return (None,) * linear.op.num_weights
-        if linear.op.accumulates_grads and isinstance(dy, StoredOperand):
+            return (None,) * op.num_weights
+        if not op.accumulates_grads:
+            return op.as_weight_grads(products.weight_grad(dy, x))
+        if isinstance(dy, PackedOperand):
             dy, x = dy.column(self._dy_format), x.column(self._x_format)
-        ends = dy.ends if isinstance(dy, ScaledMatrix) else None
-        return linear.weight_grads(products.weight_grad, dy, x, ends, contexts)
+        return op.weight_grads(contexts[linear.index], grouped_gradient(dy, x, dy.ends, False))
 
 
 def _quantize(

@@ -150,8 +150,6 @@ class GroupedFastPath:
         (dtype, device, _), *extra = key.inputs
         linears: list[Any] = [op for op in ops if isinstance(op, WeightedOperation)]
         acts = [op for op in ops if op not in linears]
-        if not cls._multiplies(plan, dtype):
-            return None
         products = [cls._products_of(plan, op, device, dtype) for op in linears]
         fits = (
             plan.autocast_dtype in (None, dtype)
@@ -175,17 +173,14 @@ class GroupedFastPath:
         return cls(plan, key, ops, products) if fits else None
 
     @classmethod
-    def _multiplies(cls, plan: Plan, dtype: torch.dtype) -> bool:
-        """Whether the products of a plan with inputs of ``dtype`` are those of the fast path."""
-        return plan.recipe is None and all(
-            [own.built is DEFAULT_KERNELS for own in plan.of_phase("kernels")]
-        )
-
-    @classmethod
     def _products_of(
         cls, plan: Plan, op: Any, device: torch.device, dtype: torch.dtype
     ) -> Any | None:
-        """The products of a linear, by rows; None if the kernels do not support its features."""
+        """The products of a linear, by rows; None if it has others, or kernels take no such one."""
+        if plan.recipe is not None or any(
+            [own.built is not DEFAULT_KERNELS for own in plan.of_phase("kernels")]
+        ):
+            return None
         shape = op.num_groups, op.out_features, op.in_features
         return products_by_rows(device, dtype, *shape)
 
@@ -237,7 +232,7 @@ class GroupedFastPath:
         scales = operands[2] if self._scaled else None
         return scales, operands[self._row_scale] if self._row_scale else None
 
-    def _inputs_fit(self, operands: Sequence[Tensor], dense: Sequence[DenseOperand] = ()) -> bool:
+    def _inputs_fit(self, operands: Sequence[Tensor], dense: Sequence[DenseOperand]) -> bool:
         """`_call_fits`, of the inputs of a forward and other operands."""
         x = operands[0]
         if x.dim() != 2 or x.shape[0] == 0 or (self._delays and in_data_parallel()):

@@ -44,13 +44,11 @@ def counting_steps() -> Iterator[None]:
 class _Entry(NamedTuple):
     state: tuple[Any, ...]
     """What tells the tensors and their values from others; see `_state`."""
-    held: Sequence[Any] = ()
-    """Parameters, and memory, which nothing else may get: addresses and ids are in the state."""
-    references: Sequence[ref[Tensor]] = ()
-    """To the other tensors."""
-    gone: Sequence[ref[Tensor]] = ()
-    """Those to tensors that are no more, whose ids others may have."""
-    operands: dict[Hashable, tuple[Uses, Any]] = {}  # noqa: RUF012 - never written to
+    held: Sequence[Any]
+    """Parameters, and memory, which nothing else may get; weak references to the other tensors."""
+    gone: Sequence[ref[Tensor]]
+    """References whose tensor has been freed: its id may be another tensor's now."""
+    operands: dict[Hashable, tuple[Uses, Any]]
     """By key: the uses that operands are for, and the operands."""
 
     @classmethod
@@ -62,12 +60,10 @@ class _Entry(NamedTuple):
         replaced lives until the op's next forward. A parametrization, and so an adapter of peft,
         swaps a parameter of a subclass with itself.
         """
-        plain = [t for t in stored if not isinstance(t, QuantizedTensor)]
-        parameters = [t for t in plain if isinstance(t, nn.Parameter)]
-        memory = [t.untyped_storage() for t in plain]
         gone: list[ref[Tensor]] = []
-        references = [ref(t, gone.append) for t in plain if not isinstance(t, nn.Parameter)]
-        return cls(state, (*parameters, *memory), references, gone, {})
+        plain = [t for t in stored if not isinstance(t, QuantizedTensor)]
+        held = [t if isinstance(t, nn.Parameter) else ref(t, gone.append) for t in plain]
+        return cls(state, (*held, *[t.untyped_storage() for t in plain]), gone, {})
 
 
 class OperandCache:
@@ -83,7 +79,7 @@ class OperandCache:
         self.until_updated = until_updated
         self._shards = tuple(shards)
         # Replaced as a whole: other threads may run the op.
-        self._cached = _Entry(())
+        self._cached = _Entry.of((), ())
 
     def get(
         self,
@@ -96,11 +92,9 @@ class OperandCache:
 
         An entry is for the ``uses`` that it was made for; one for more of them replaces it.
         """
-        try:
-            state = self._state(stored)
-        except RuntimeError:  # made in inference mode, a tensor has no version
-            return make()
-        entry = self._cached
+        if self.until_updated and any([t.is_inference() for t in stored]):
+            return make()  # it has no version
+        entry, state = self._cached, self._state(stored)
         if entry.state != state or entry.gone:
             if self.until_updated and not all([t.is_leaf for t in stored]):
                 return make()

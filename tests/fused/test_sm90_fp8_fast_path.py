@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import fusible as fz
 from fusible.fused import fp8_fast_path
 from fusible.fuser import run as fuser_run
+from fusible.kernels.sm90 import tiles
 from fusible.recipes import (
     ByOp,
     Float8BlockScaling,
@@ -19,6 +20,7 @@ from fusible.recipes import (
     Format,
     MXFP8BlockScaling,
 )
+from fusible.recipes.blocks import padded_size
 from fusible.testing import assume_target
 
 SIZES = [129, 0, 37, 1]
@@ -233,21 +235,21 @@ def test_gradients_outside_of_autograd(options, use_reentrant):
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_an_activation_is_freed_when_it_is_quantized(recipe, monkeypatch):
-    kept, alive, product = [], [], fp8_fast_path._Products.product
+    kept, alive, product = [], [], fp8_fast_path._product
 
     def quantized(source, *args, **kwargs):
         kept.append(weakref.ref(source.x))
         return launch_quantize(source, *args, **kwargs)
 
-    def multiply(self, *args):
+    def multiply(*args):
         alive.extend(kept[1:] and [kept[1]()])
-        return product(self, *args)
+        return product(*args)
 
     model = with_biases(mlp(bias=True))
     given = inputs(model)
     with sm90_on_cpu(), assume_target("sm90"), fz.autocast(recipe=recipe):
         monkeypatch.setattr(fp8_fast_path, "launch_quantize", quantized)
-        monkeypatch.setattr(fp8_fast_path._Products, "product", multiply)
+        monkeypatch.setattr(fp8_fast_path, "_product", multiply)
         assert is_direct(model(*given))
     assert alive == [None]
 
@@ -286,11 +288,28 @@ def test_saved_tensors_may_come_back_laid_out_otherwise(recipe):
         return padded[..., 1:-2]
 
     with torch.autograd.graph.saved_tensors_hooks(
-        lambda t: elsewhere(t.detach()) if t.is_floating_point() and t.numel() else t, lambda t: t
+        lambda t: elsewhere(t.detach()) if t.numel() else t, lambda t: t
     ):
         y = call(model, recipe, given)
     assert is_direct(y)
     ref.assert_equal(gradients(model, given, y), both(model, recipe, given, False)[1:])
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_tiles_are_chosen_for_the_rows(recipe, monkeypatch):
+    chosen, choose = [], tiles.choose
+
+    def record(kind, rows, *args):
+        chosen.append((kind == "wgrad", rows))
+        return choose(kind, rows, *args)
+
+    monkeypatch.setattr(tiles, "choose", record)
+    model = mlp()
+    both(model, recipe, inputs(model), True)
+    groups, padded = len(SIZES), padded_size(ROWS, len(SIZES), 128)
+    assert set(chosen) == {
+        (False, tiles.rows_bucket(ROWS, groups)), (True, tiles.rows_bucket(padded, groups))
+    }  # fmt: skip
 
 
 def test_a_stored_weight_may_begin_anywhere():

@@ -246,7 +246,7 @@ def launch_quantize(
 ) -> KMajorOperands:
     """`k_major.launch_quantize`, by the definition."""
     pieces = k_major.definition(source, fmt, rowwise, columnwise)
-    operands, addresses = k_major.stored_outputs(source, fmt, rowwise, columnwise)
+    operands, addresses = k_major.packed_outputs(source, fmt, rowwise, columnwise)
     store_at(addresses, pieces)
     return operands
 
@@ -256,12 +256,12 @@ def launch_glu_backward(inputs: GluBackwardInputs, *args: Any) -> GluGradients:
     _, fmt, act_format, wanted = args
     made = GluBackwardPieces(*glu_backward_definition(inputs, *args))
     rows = RowsToQuantize(inputs.preact, inputs.ends)
-    operands, addresses = k_major.stored_outputs(rows, fmt, wanted.rowwise, wanted.columnwise)
+    operands, addresses = k_major.packed_outputs(rows, fmt, wanted.rowwise, wanted.columnwise)
     store_at(addresses, made[:5])
     act = None
     if wanted.activation:
         rows = RowsToQuantize(inputs.dy, inputs.ends)
-        (_, act), addresses = k_major.stored_outputs(rows, act_format, False, True)
+        (_, act), addresses = k_major.packed_outputs(rows, act_format, False, True)
         store_at(addresses, (*made[:2], made.act, made.act_scale, made.ends))
     return GluGradients(operands, made.dscales, made.dpreact if wanted.values else None, act)
 

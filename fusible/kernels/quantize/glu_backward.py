@@ -38,8 +38,6 @@ from fusible.recipes.blocks import padded_size, with_zero_tail
 from fusible.recipes.formats import BLOCKS, FP8_BLOCK, SAVED_INPUT, NumberFormat
 
 _THREAD_COLUMNS = 8  # columns of a thread
-_Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-"""The fields of `GluBackwardPieces`."""
 
 
 class GluBackwardInputs(NamedTuple):
@@ -52,17 +50,12 @@ class GluBackwardInputs(NamedTuple):
     preact_scale: Tensor | None = None
     """Of a quantized pre-activation, ``[ceil(columns / 128), rows]``."""
 
-    @property
-    def saved_preact(self) -> Tensor | ScaledMatrix:
-        """The pre-activation as `input_values` takes it."""
-        if self.preact_scale is None:
-            return self.preact
-        return ScaledMatrix(self.preact, self.preact_scale.t())
-
     def decoded(self) -> GluBackwardInputs:
         """The inputs with the pre-activation in the dtype of ``dy``."""
-        preact = input_values(self.saved_preact, self.dy.dtype)
-        return self._replace(preact=preact, preact_scale=None)
+        if self.preact_scale is None:
+            return self
+        saved = ScaledMatrix(self.preact, self.preact_scale.t())
+        return self._replace(preact=input_values(saved, self.dy.dtype), preact_scale=None)
 
 
 class GluBackwardUses(NamedTuple):
@@ -72,6 +65,9 @@ class GluBackwardUses(NamedTuple):
     rowwise: bool
     columnwise: bool
     values: bool
+
+
+_VALUES = GluBackwardUses(activation=False, rowwise=False, columnwise=False, values=True)
 
 
 class GluBackwardPieces(NamedTuple):
@@ -99,12 +95,12 @@ class GluGradients(NamedTuple):
     operands: KMajorOperands
     """The pre-activation's gradient ``[rows, columns]``, rounded to BF16, then quantized."""
     scales: Tensor
-    """``[rows]``, in the dtype of the scales; none without these."""
+    """``[rows]``, in the dtype of the scales; without rows if there are no scales."""
     values: Tensor | None
     """The pre-activation's gradient in BF16, if requested."""
     activation: Any
     """``glu(preact) * scales``, rounded to BF16, then quantized column-wise, if requested; see
-    `KMajorOperands.column`."""
+    `KMajorOperands.column`. Its ends are those of the gradient, and need not be written."""
 
 
 def quantize_glu_backward(
@@ -140,13 +136,23 @@ def quantize_glu_backward(
     wanted = GluBackwardUses(act_format is not None, rowwise, columnwise, values)
     stored_scale = None if preact_scale is None else preact_scale.t()
     inputs = GluBackwardInputs(dy, preact, scales, ends, stored_scale)
-    # The op's schema cannot express an optional format, so `fmt` stands in.
-    made = GluBackwardPieces(*glu_backward_pieces(inputs, glu, fmt, act_format or fmt, wanted))
-    operands = k_major.as_operands(made[:5], fmt, rowwise, columnwise, True)
+    return glu_gradients(inputs, glu, fmt, act_format or fmt, wanted)
+
+
+def glu_gradients(
+    inputs: GluBackwardInputs,
+    glu: Glu,
+    fmt: NumberFormat,
+    act_format: NumberFormat,
+    wanted: GluBackwardUses,
+) -> GluGradients:
+    """`quantize_glu_backward`; ``act_format`` is any where the activation is not wanted."""
+    made = GluBackwardPieces(*glu_backward_pieces(inputs, glu, fmt, act_format, wanted))
+    operands = k_major.as_operands(made[:5], fmt, wanted.rowwise, wanted.columnwise, True)
     act = None
-    if act_format is not None:
+    if wanted.activation:
         act = k_major.column_matrix(made.act, made.act_scale, made.ends, act_format)
-    return GluGradients(operands, made.dscales, made.dpreact if values else None, act)
+    return GluGradients(operands, made.dscales, made.dpreact if wanted.values else None, act)
 
 
 def writes_activation(glu: Glu, columns: int, *formats: NumberFormat) -> bool:
@@ -176,7 +182,7 @@ def glu_backward_definition(
     fmt: NumberFormat,
     act_format: NumberFormat,
     wanted: GluBackwardUses,
-) -> _Tensors:
+) -> GluBackwardPieces:
     """The definition of the op."""
     dy, preact, scales, ends, _ = inputs.decoded()
     dpreact, dscales = glu.backward(dy, preact, scales)
@@ -186,7 +192,8 @@ def glu_backward_definition(
     pieces = k_major.definition(rounded, fmt, wanted.rowwise, wanted.columnwise)
     act = glu.forward(preact, scales) if wanted.activation else dy  # of the same shape
     of_act = k_major.definition(RowsToQuantize(act, ends), act_format, False, wanted.activation)
-    return *pieces, dscales, dpreact if wanted.values else dpreact.new_empty(0), *of_act[2:4]
+    dpreact = dpreact if wanted.values else dpreact.new_empty(0)
+    return GluBackwardPieces(*pieces, dscales, dpreact, *of_act[2:4])
 
 
 def _outputs(
@@ -195,14 +202,14 @@ def _outputs(
     fmt: NumberFormat,
     act_format: NumberFormat,
     wanted: GluBackwardUses,
-) -> _Tensors:
+) -> GluBackwardPieces:
     """Allocate what the op returns."""
     dy, preact, scales, ends, _ = inputs
     rows = RowsToQuantize(preact, ends)
     pieces = k_major.outputs(rows, fmt, wanted.rowwise, wanted.columnwise)
     dpreact = dy.new_empty(preact.shape if wanted.values else (0,))
     dscales = dy.new_empty(0) if scales is None else torch.empty_like(scales)
-    return *pieces, dscales, dpreact, *_act_pieces(inputs, act_format, wanted)
+    return GluBackwardPieces(*pieces, dscales, dpreact, *_act_pieces(inputs, act_format, wanted))
 
 
 def _act_pieces(
@@ -221,7 +228,7 @@ def _cuda(
     fmt: NumberFormat,
     act_format: NumberFormat,
     wanted: GluBackwardUses,
-) -> _Tensors | NotImplementedType:
+) -> GluBackwardPieces | NotImplementedType:
     dy, preact, scales, ends, preact_scale = inputs
     columns = preact.shape[1]
     rows = RowsToQuantize(dy, ends)  # of the dtype of the gradient that is quantized
@@ -242,7 +249,7 @@ def _cuda(
         return NotImplemented
     scale = None if preact_scale is None else preact_scale.contiguous()
     inputs = GluBackwardInputs(aligned(dy), aligned(preact), scales, ends, scale)
-    made = GluBackwardPieces(*_outputs(inputs, glu, fmt, act_format, wanted))
+    made = _outputs(inputs, glu, fmt, act_format, wanted)
     values = made.dpreact if wanted.values else None
     into = made[:5], values, (made.act, made.act_scale)
     return made._replace(dscales=_launch(inputs, glu, fmt, act_format, wanted, *into))
@@ -258,12 +265,10 @@ def launch_glu_backward(
     """The op by its kernels, of aligned operands that these support, unchecked."""
     dy, preact, _, ends, _ = inputs
     rows = RowsToQuantize(preact, ends)
-    operands, pieces = k_major.stored_outputs(rows, fmt, wanted.rowwise, wanted.columnwise)
+    operands, pieces = k_major.packed_outputs(rows, fmt, wanted.rowwise, wanted.columnwise)
     values = torch.empty_like(preact, dtype=dy.dtype) if wanted.values else None
     uses = False, wanted.activation
-    (_, act), of_act = k_major.stored_outputs(RowsToQuantize(dy, ends), act_format, *uses)
-    if not wanted.columnwise:
-        pieces = *pieces[:4], of_act[4]
+    (_, act), of_act = k_major.packed_outputs(RowsToQuantize(dy, ends), act_format, *uses)
     dscales = _launch(inputs, glu, fmt, act_format, wanted, pieces, values, of_act[2:4])
     return GluGradients(operands, dscales, values, act)
 
@@ -278,7 +283,10 @@ def _launch(
     values: Tensor | None,
     act: Sequence[Tensor | int],
 ) -> Tensor:
-    """Write `KMajorPieces`, values if wanted, and the activation; gives the scales' gradient."""
+    """Write the gradient's `KMajorPieces`, its ``values`` and the ``act``, elements and scales.
+
+    Gives the gradient of the scales.
+    """
     # The kernel reads quantized pre-activations where a thread block has whole blocks of each side.
     if not (glu.sides == 1 or _paired(glu, inputs.preact.shape[1])):
         inputs = inputs.decoded()
@@ -286,9 +294,8 @@ def _launch(
         return _launch_pass(inputs, glu, fmt, act_format, wanted, pieces, values, act)
     preact, ends = inputs.preact, inputs.ends
     amax = preact.new_zeros(len(ends), dtype=torch.int32)
-    for_values = GluBackwardUses(activation=False, rowwise=False, columnwise=False, values=True)
     values = torch.empty_like(preact) if values is None else values
-    dscales = _launch_pass(inputs, glu, fmt, act_format, for_values, pieces, values, act, amax)
+    dscales = _launch_pass(inputs, glu, fmt, act_format, _VALUES, pieces, values, act, amax)
     if wanted.rowwise or wanted.columnwise:
         uses = wanted.rowwise, wanted.columnwise
         k_major.launch_pieces(RowsToQuantize(values, ends), fmt, *uses, pieces, amax)

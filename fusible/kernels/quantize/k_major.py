@@ -11,16 +11,13 @@ quantized, and are not written in high precision.
 
 The results are held by these types::
 
-                    made by                         layout                      read by
-    KMajorPieces    the op                          as kernels write it         `as_operands`
-    ScaledMatrix    `as_operands`, `row_operand`,   as the library ops of       those ops and
-                    `StoredOperand.column`          products take it: views     their definitions
-    StoredOperand   `launch_quantize`               as kernels write it, in     unchecked launches
-                                                    one allocation
-    KMajorOperands  `quantize_k_major`,             one of these for each use   fused ops
-                    `launch_quantize`
-    GluGradients    `quantize_glu_backward`,        these, and other gradients  fused ops
-                    `launch_glu_backward`
+                      layout                                       read by
+    KMajorPieces      as kernels write it: the results of the op   `as_operands`
+    ScaledMatrix      as the library ops of products take it,      those ops and their definitions
+                      views
+    PackedOperand     as kernels write it, in one allocation       unchecked launches
+    KMajorOperands    one of these for each use                    fused ops
+    GluGradients      these, and other gradients                   fused ops
 
 Unchecked launches (`fused.fp8_fast_path`) take no views, and few allocations: both cost host time.
 """
@@ -44,7 +41,7 @@ from fusible.kernels.quantize.cuda import (
 )
 from fusible.kernels.quantize.spec import PIECE_ROWS, QuantizeSpec
 from fusible.kernels.runtime.gpu import PTX_NAMES
-from fusible.kernels.runtime.launch import launch
+from fusible.kernels.runtime.launch import aligned, launch
 from fusible.library import define
 from fusible.recipes.blocks import (
     gather_rows,
@@ -91,7 +88,7 @@ class RowsToQuantize(NamedTuple):
 class KMajorOperands(NamedTuple):
     """Operands for products that reduce the columns of ``[rows, columns]``, and the rows.
 
-    Each a `ScaledMatrix`, from `launch_quantize` a `StoredOperand`, or None.
+    From `launch_quantize` each is a `PackedOperand`; None where it is not wanted.
 
     In blocks of 1x128: ``value[r, k] = data[r, k] * scale[r, k // 128]``, and for the column-wise
     use ``value[p, c] = data[p, c] * scale[p // 128, c]`` of padded rows ``p``. A scale of a whole
@@ -99,16 +96,16 @@ class KMajorOperands(NamedTuple):
     """
 
     row: Any
-    """Data ``[rows, columns]``; scales ``[rows, ceil(columns / 128)]``, a view of contiguous
-    ``[ceil(columns / 128), rows]``, or of groups an expanded one of ``[rows]``. Of 128x128 blocks
-    and whole matrices: data ``[..., rows, columns]``, scales ``[..., ceil(rows / 128),
-    ceil(columns / 128)]``."""
+    """A `ScaledMatrix`: data ``[rows, columns]``; scales ``[rows, ceil(columns / 128)]``, a view of
+    contiguous ``[ceil(columns / 128), rows]``, or of groups an expanded one of ``[rows]``. Of
+    128x128 blocks and whole matrices: data ``[..., rows, columns]``, scales ``[...,
+    ceil(rows / 128), ceil(columns / 128)]``."""
     column: Any
-    """Data ``[padded, columns]``, a view of contiguous ``[columns, padded]``, and scales
-    ``[padded / 128, columns]``, of groups an expanded view of ``[padded / 128]``; ``padded`` is
-    ``padded_size(rows, groups, 128)``. Rows behind a group's end, up to a multiple of 128, are
-    zero; what follows the last group's is not written. Of 128x128 blocks and whole matrices:
-    contiguous data ``[..., columns, rows]``, scales transposed as well, a view."""
+    """A `ScaledMatrix`: data ``[padded, columns]``, a view of contiguous ``[columns, padded]``, and
+    scales ``[padded / 128, columns]``, of groups an expanded view of ``[padded / 128]``;
+    ``padded`` is ``padded_size(rows, groups, 128)``. Rows behind a group's end, up to a multiple of
+    128, are zero; what follows the last group's is not written. Of 128x128 blocks and whole
+    matrices: contiguous data ``[..., columns, rows]``, scales transposed as well, a view."""
 
 
 _L2_BYTES = 8 << 20
@@ -147,26 +144,28 @@ def quantize_k_major(
     return as_operands(pieces, fmt, rowwise, columnwise, ends is not None)
 
 
-class StoredLayout(NamedTuple):
-    """Where a quantized operand of groups lies in one allocation, in bytes."""
+class PackedLayout(NamedTuple):
+    """Where elements, scales and ends of a `PackedOperand` lie: offsets in bytes."""
 
     shape: tuple[int, int]
-    """``(rows, columns)`` of the operand; column-wise the rows are padded."""
-    scale: int
+    """Of the matrix, not of the memory: column-wise ``(padded, columns)``, though the elements are
+    ``[columns, padded]``."""
+    scale_offset: int
+    """A multiple of 16: features are, and padded rows of 128."""
     scale_shape: tuple[int, ...]
     scale_pitch: int
-    """Distance of the scales of neighbouring rows; column-wise of columns."""
+    """Distance, in scales, of those of neighbouring rows; column-wise of columns."""
     scale_block: int
-    """Distance of the scales of neighbouring blocks of the reduction."""
-    ends: int
-    size: int
+    """Distance, in scales, of those of neighbouring blocks of the reduction."""
+    ends_offset: int
+    nbytes: int
 
 
 @lru_cache(maxsize=1024)
-def stored_layout(
+def packed_layout(
     rows: int, columns: int, groups: int, fmt: NumberFormat, columnwise: bool
-) -> StoredLayout:
-    """The layout of a `StoredOperand` of ``[rows, columns]``, in 1x128 blocks or by group."""
+) -> PackedLayout:
+    """The layout of an operand of ``[rows, columns]``, in 1x128 blocks or by group."""
     if columnwise:
         rows = padded_size(rows, groups, FP8_BLOCK)
     across, reduced = (columns, rows) if columnwise else (rows, columns)
@@ -174,13 +173,13 @@ def stored_layout(
     pitch, block = 1, across
     if fmt.block is None:
         shape, pitch, block = ((shape[0],), 0, 1) if columnwise else ((across,), 1, 0)
-    scale = rows * columns
-    ends = scale + 4 * math.prod(shape)
-    size = ends + 4 * groups if columnwise else ends
-    return StoredLayout((rows, columns), scale, shape, pitch, block, ends, size)
+    scales = rows * columns
+    ends = scales + 4 * math.prod(shape)
+    nbytes = ends + 4 * groups if columnwise else ends
+    return PackedLayout((rows, columns), scales, shape, pitch, block, ends, nbytes)
 
 
-class StoredOperand(NamedTuple):
+class PackedOperand(NamedTuple):
     """Quantized rows of groups for one of their uses, as kernels write them, in one allocation.
 
     Elements, contiguous: row-wise ``[rows, columns]``, column-wise ``[columns, padded]``. Then FP32
@@ -190,11 +189,11 @@ class StoredOperand(NamedTuple):
     """
 
     memory: Tensor
-    layout: StoredLayout
+    layout: PackedLayout
 
     @property
     def shape(self) -> tuple[int, int]:
-        """``(rows, columns)``; column-wise the rows are padded."""
+        """See `PackedLayout.shape`."""
         return self.layout.shape
 
     def data_ptr(self) -> int:
@@ -208,20 +207,23 @@ class StoredOperand(NamedTuple):
     def addresses(self) -> tuple[int, int, int]:
         """Those of the elements, the scales and the ends."""
         data = self.memory.data_ptr()
-        return data, data + self.layout.scale, data + self.layout.ends
+        return data, data + self.layout.scale_offset, data + self.layout.ends_offset
 
     def column(self, fmt: NumberFormat) -> ScaledMatrix:
         """The column-wise operand, views; see `KMajorOperands.column`."""
         (padded, columns), at, scale_shape, _, _, ends, _ = self.layout
-        memory = self.memory.contiguous()  # a saved-tensor hook may have laid it out otherwise
+        memory = aligned(self.memory)  # a saved-tensor hook may have put it anywhere
         data = memory[:at].view(fmt.element.dtype).view(columns, padded)
         scale = memory[at:ends].view(torch.float32).view(scale_shape)
         return column_matrix(data, scale, memory[ends:].view(torch.int32), fmt)
 
 
-def empty_operand(like: Tensor, layout: StoredLayout) -> StoredOperand:
-    """Memory for an operand, on the device of ``like``."""
-    return StoredOperand(like.new_empty(layout.size, dtype=torch.uint8), layout)
+def empty_operand(
+    like: Tensor, rows: int, columns: int, groups: int, fmt: NumberFormat, *, columnwise: bool
+) -> PackedOperand:
+    """Memory for an operand of ``[rows, columns]``, on the device of ``like``."""
+    layout = packed_layout(rows, columns, groups, fmt, columnwise)
+    return PackedOperand(like.new_empty(layout.nbytes, dtype=torch.uint8), layout)
 
 
 def row_matrix(data: Tensor, scale: Tensor, fmt: NumberFormat) -> ScaledMatrix:
@@ -369,11 +371,6 @@ def _transposed(data: Tensor) -> Tensor:
     return transposed.view(data.dtype)
 
 
-def _transposed_like(data: Tensor) -> Tensor:
-    *lead, rows, columns = data.shape
-    return data.new_empty(*lead, columns, rows)
-
-
 def outputs(
     source: RowsToQuantize, fmt: NumberFormat, rowwise: bool, columnwise: bool
 ) -> KMajorPieces:
@@ -454,28 +451,22 @@ def launch_quantize(
     rows: RowsToQuantize, fmt: NumberFormat, *, rowwise: bool, columnwise: bool
 ) -> KMajorOperands:
     """The op by its kernel, unchecked: of groups, not gathered, of what the kernel supports."""
-    operands, addresses = stored_outputs(rows, fmt, rowwise, columnwise)
+    operands, addresses = packed_outputs(rows, fmt, rowwise, columnwise)
     launch_pieces(rows, fmt, rowwise, columnwise, addresses)
     return operands
 
 
-def stored_outputs(
+def packed_outputs(
     source: RowsToQuantize, fmt: NumberFormat, rowwise: bool, columnwise: bool
 ) -> tuple[KMajorOperands, Sequence[int]]:
     """Allocate operands of groups; gives them, and the addresses of `KMajorPieces`."""
     x, ends, _ = source
     assert ends is not None
     sizes = *x.shape, ends.shape[0], fmt
-    row = column = None
-    of_row, of_column = (0, 0), (0, 0, 0)
-    if rowwise:
-        layout = stored_layout(*sizes, False)
-        row = empty_operand(x, layout)
-        of_row = row.addresses()[:2]
-    if columnwise:
-        layout = stored_layout(*sizes, True)
-        column = empty_operand(x, layout)
-        of_column = column.addresses()
+    row = empty_operand(x, *sizes, columnwise=False) if rowwise else None
+    column = empty_operand(x, *sizes, columnwise=True) if columnwise else None
+    of_row = (0, 0) if row is None else row.addresses()[:2]
+    of_column = (0, 0, 0) if column is None else column.addresses()
     return KMajorOperands(row, column), (*of_row, *of_column)
 
 
@@ -511,4 +502,4 @@ def chunks_per_pass(rows: int, columns: int, itemsize: int) -> int:
 
 
 quantize_pieces = define(definition, outputs, [_cuda], name="quantize_k_major")
-transposed = define(_transposed, _transposed_like, name="transposed_fp8")
+transposed = define(_transposed, lambda data: data.new_empty(data.mT.shape), name="transposed_fp8")

@@ -87,8 +87,9 @@ def call_on_device(index: int, function: Callable[..., Any], arguments: tuple[An
 
 def aligned(t: Tensor, unit: int = _ALIGNMENT_BYTES) -> Tensor:
     """``t``, or a copy, contiguous and beginning at a multiple of ``unit`` bytes."""
-    t = t.contiguous()
-    return t if begins_aligned(t, unit) else t.clone()
+    if t.is_contiguous() and begins_aligned(t, unit):  # contiguous() takes longer
+        return t
+    return t.clone(memory_format=torch.contiguous_format)
 
 
 def begins_aligned(t: Tensor, unit: int = _ALIGNMENT_BYTES) -> bool:

@@ -117,7 +117,7 @@ def _scaled_operands(
         return None
     if groups == 0 or weight.device != x.device:
         check_matrices("w", w, x)
-    x, weight = _aligned(x), _aligned(weight)
+    x, weight = aligned(x), aligned(weight)
     rows, *features = x.shape
     if features != [depth]:
         raise ValueError(f"{name} must have shape [rows, {depth}], got {tuple(x.shape)}")
@@ -132,12 +132,6 @@ def _scaled_operands(
     scales = OperandScales(*addresses, *x_scale.stride(), *w_scale.stride())
     w = w if weight is w[0] else [weight]  # `grouped_mm` tells a copy by the list
     return _Operands(x, 0, w, shape, weight.data_ptr(), 0, products, scales)
-
-
-def _aligned(t: Tensor) -> Tensor:
-    """`aligned`, without a call for what is."""
-    fits = t.is_contiguous() and t.data_ptr() % limits.ALIGNMENT_BYTES == 0
-    return t if fits else aligned(t)
 
 
 def _column_major(t: Tensor) -> Tensor:
@@ -359,7 +353,7 @@ def _gradient_operands(
     check_tensor("x_scale", x_scale, (blocks, shape[2]), torch.float32, x.device)
     dy, x = _column_major(dy), _column_major(x)
     if x_scale.stride(1):  # TMA reads one for each column
-        x_scale = _aligned(x_scale)
+        x_scale = aligned(x_scale)
     (a_block, a_pitch), (b_block, b_pitch) = dy_scale.stride(), x_scale.stride()
     addresses = dy_scale.data_ptr(), x_scale.data_ptr()
     scales = OperandScales(*addresses, a_pitch, a_block, 0, b_pitch, b_block)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fusible.kernels.glu import Glu
 from fusible.kernels.grouped.vectors import launch_tile_sums
-from fusible.kernels.quantize.k_major import StoredOperand
+from fusible.kernels.quantize.k_major import PackedOperand
 from fusible.kernels.runtime.gpu import multiprocessors
 from fusible.kernels.runtime.launch import TENSOR_TYPES
 from fusible.kernels.sm90 import limits, tiles
@@ -148,7 +148,7 @@ class WeightProducts:
 
     def forward(
         self,
-        x: Tensor | StoredOperand,
+        x: Tensor | PackedOperand,
         w: int,
         ends: Tensor,
         bias: Tensor | None = None,
@@ -184,7 +184,7 @@ class WeightProducts:
 
     def glu(
         self,
-        x: Tensor | StoredOperand,
+        x: Tensor | PackedOperand,
         w: int,
         ends: Tensor,
         scales: Tensor | None,
@@ -201,8 +201,9 @@ class WeightProducts:
     ) -> tuple[Tensor, Any, Tensor | None]:
         """`grouped_glu`; with ``out_format`` `grouped_glu_quantized`.
 
-        A quantized activation is written to ``out``, the addresses of its elements and scales. Then
-        the second result is None, as are the scales of a pre-activation that is not quantized.
+        A quantized activation is written to ``out``, the addresses of its elements and scales.
+        Gives the pre-activation, the activation or None (if it is in ``out``), and the
+        pre-activation's scales or None.
         """
         scale, kind = None if scales is None else scales.dtype, FORWARD[glu.sides - 1]
         launch = self._rows_launch(
@@ -266,9 +267,9 @@ class WeightProducts:
 
     def wgrad(
         self,
-        a: Tensor,
-        b: Tensor,
-        ends: Tensor,
+        a: Tensor | PackedOperand,
+        b: Tensor | PackedOperand,
+        ends: Tensor | int,
         out: Matrices | None = None,
         out_dtype: torch.dtype | None = None,
         accumulate: bool = False,
@@ -290,19 +291,6 @@ class WeightProducts:
             dw = a.new_empty(self._groups, columns, depth, dtype=self.value_dtype)
             address, table = dw.data_ptr(), 0
         launch(a, b.data_ptr(), address, ends, None, None, table, operand_scales)
-        return dw
-
-    def stored_wgrad(self, dy: StoredOperand, x: StoredOperand) -> Tensor:
-        """`wgrad` of column-wise FP8 operands of the groups that ``dy`` has."""
-        (columns, depth), (of_dy, of_x) = (dy.shape[1], x.shape[1]), (dy.layout, x.layout)
-        launch = self._wgrad_launch(columns, depth, (0, 0), None, False, of_x.scale_pitch == 0)
-        dw = dy.new_empty(self._groups, columns, depth, dtype=self.value_dtype)
-        (_, a_scale, ends), (b, b_scale, _) = dy.addresses(), x.addresses()
-        scales = OperandScales(
-            a_scale, b_scale, of_dy.scale_pitch, of_dy.scale_block,
-            b_pitch=of_x.scale_pitch, b_block=of_x.scale_block,
-        )  # fmt: skip
-        launch(dy, b, dw.data_ptr(), ends, operand_scales=scales)
         return dw
 
 
@@ -380,7 +368,7 @@ def products_by_rows(
     return lambda rows: for_bucket(tiles.rows_bucket(rows, groups))
 
 
-def scales_by_row(x: StoredOperand, w_scale: Tensor) -> OperandScales:
+def scales_by_row(x: PackedOperand, w_scale: Tensor) -> OperandScales:
     """Those of FP8 rows, row-wise, and weights."""
     (_, a_scale, _), layout = x.addresses(), x.layout
     of_rows = layout.scale_pitch, layout.scale_block

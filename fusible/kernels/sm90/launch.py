@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusible.kernels.quantize.k_major import StoredOperand
+from fusible.kernels.quantize.k_major import PackedOperand
 from fusible.kernels.runtime.gpu import multiprocessors
 from fusible.kernels.runtime.launch import call_on_device, load_kernel
 from fusible.kernels.runtime.workspaces import zeroed_counter
@@ -75,7 +75,7 @@ class Launch:
 
     def __call__(
         self,
-        a: Tensor | StoredOperand,
+        a: Tensor | PackedOperand,
         b: int,
         out: int,
         ends: Tensor | int,
