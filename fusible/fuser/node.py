@@ -41,7 +41,7 @@ def run_forward(
     if schedule.writes_inputs and not compiling:
         ops, callers = schedule.plan.basic_ops, (x, *produced[CALLER])
         aliases = InputAliasTracker(callers, ops, wiring, contexts, produced)
-    profiled = not compiling and torch._C._autograd._profiler_enabled()
+    profiled = _is_profiled()
     for step in schedule.forward:
         own = contexts[step.start : step.stop]
         if step.quantizers is not None:

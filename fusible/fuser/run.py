@@ -333,7 +333,7 @@ class Run:
         if name is None:
             name = f"call{next(_name_numbers)}"
             keep(_traced_names, key, name, MOST_PLANS)
-        self._prepare(key, name)
+        self._schedule = self._prepare(key, name)
         for run in _runs.others(map(type, self.ops), self):
             # Parameters that no call could read.
             with suppress(AttributeError, TypeError, ValueError):
@@ -341,10 +341,11 @@ class Run:
                     run._prepare(key, name)
         return name
 
-    def _prepare(self, key: tuple[Any, ...], name: str) -> None:
+    def _prepare(self, key: tuple[Any, ...], name: str) -> Schedule:
         """Set the attribute in which compiled code finds a call's schedule."""
-        self._schedule = self.schedule_for(key)
-        keep(vars(self._traced), name, self._schedule, MOST_PLANS)
+        schedule = self.schedule_for(key)
+        keep(vars(self._traced), name, schedule, MOST_PLANS)
+        return schedule
 
     def _static_key(self) -> tuple[Any, ...]:
         """The part of what plans depend on that is not in the key of a call."""

@@ -61,11 +61,10 @@ def _repeated(runner: Any) -> Recipe | None:
     # evaluation under no_grad and another recipe does not make the usual variant ambiguous.
     node = torch._C._current_autograd_node()
     reentrant = isinstance(node, CheckpointFunction._backward_cls)
-    known = list(runner.forwards())
+    known = runner.forwards()
     forwards = [f for f in known if f.grad_enabled or reentrant]
     # Without any, a checkpoint of another library runs again what it ran without gradients.
-    forwards = forwards or known
-    recipes = {f.recipe for f in forwards} or {_thread.recipe}
+    recipes = {f.recipe for f in forwards or known} or {_thread.recipe}
     if len(recipes) > 1:
         names = ", ".join(sorted(r.name if r else "no recipe" for r in recipes))
         raise RuntimeError(
