@@ -130,15 +130,11 @@ class Sm100Kernels(GroupedKernels):
         """See `GroupedKernels`."""
         return operands.gemm(dy, weights, call.groups, transpose_w=True, out=buffer_rows(output))
 
-    def weight_grad(
-        self, call: LinearCall, dy: OperandData | None, x: OperandData | None
-    ) -> WeightGradient:
+    def weight_grad(self, call: LinearCall, dy: OperandData, x: OperandData) -> WeightGradient:
         """See `GroupedKernels`."""
         padded = call.groups
 
         def gradient(out: Sequence[Tensor] | None, accumulate: bool) -> Tensor | None:
-            assert dy is not None
-            assert x is not None
             if out is None:
                 return operands.wgrad(dy, x, padded)
             if operands.supports_wgrad_outputs(out):

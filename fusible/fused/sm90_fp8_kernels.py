@@ -132,17 +132,14 @@ class Sm90Fp8Kernels(GroupedKernels):
         return _first(row), None if column is None else _first(column)
 
     def weight_grad(
-        self, call: LinearCall, dy: ScaledMatrix | None, x: ScaledMatrix | _RowsToGather | None
+        self, call: LinearCall, dy: ScaledMatrix, x: ScaledMatrix | _RowsToGather
     ) -> WeightGradient:
         """See `GroupedKernels`; the groups are those of ``dy``."""
-        if dy is None or x is None:  # not needed
-            return WeightGradient(lambda out, accumulate: None, ())
         if isinstance(x, _RowsToGather):
             rows = GatheredRows(x.source, x.row_index)
             columns = _quantized(rows, call, "input", rowwise=False, columnwise=True).column
         else:
             columns = ScaledMatrix(x.data.t(), x.scale)
-        assert columns is not None
         assert dy.ends is not None
         return grouped_gradient(dy, columns, dy.ends, call.ctx.column_major)
 

@@ -224,7 +224,7 @@ class GroupedKernels:
         return _matmul(call, dy, _values_of_weights(call, weights), output, data_grad=True)
 
     def weight_grad(self, call: LinearCall, dy: Any, x: Any) -> WeightGradient:
-        """``dy[rows of e].T @ x[rows of e]`` for each group e, not computed yet.
+        """``dy[rows of e].T @ x[rows of e]`` for each group e, not computed yet, if it is needed.
 
         ``dy`` is `GroupedOperand.column`, ``x`` that of an input; each gradient ``[out, in]``.
         """

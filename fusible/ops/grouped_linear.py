@@ -404,7 +404,9 @@ class GroupedLinear(WeightedOperation):
         """
         call, ends = saved.call, saved.call.ends
         ctx = call.ctx
-        dweights = self.weight_grads(ctx, call.kernels.weight_grad(call, dy.column, x))
+        dweights: Grads = (None,) * self.num_weights
+        if ctx.needs.params[0]:
+            dweights = self.weight_grads(ctx, call.kernels.weight_grad(call, dy.column, x))
         sums_rows = dy.sums is None and dy_matrix is not None and self.needs_bias_grads(ctx)
         scaled_bias = ctx.saved_tensors[-1] if self.scale_bias else None
         dbias, dscales = dy.sums, None

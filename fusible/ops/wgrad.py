@@ -68,9 +68,8 @@ def grouped_gradient(
 ) -> WeightGradient:
     """``dy[rows of e].T @ x[rows of e]`` for each group e, by the library's grouped product.
 
-    ``x`` may be None, as that of `dense_gradient`. The result is in the memory order of ``out``, or
-    else of the weight: for a ``column_major`` one, a transposed row-major tensor, ``x.T @ dy`` is
-    computed and transposed.
+    The result is in the memory order of ``out``, or else of the weight: for a ``column_major`` one,
+    a transposed row-major tensor, ``x.T @ dy`` is computed and transposed.
     """
     (dy, dy_scale), (x, x_scale) = elements_and_scale(dy), elements_and_scale(x)
 
