@@ -89,6 +89,16 @@ class GluBackwardPieces(NamedTuple):
     act_scale: Tensor
 
 
+class _Into(NamedTuple):
+    """Where launches write: tensors, or addresses."""
+
+    gradient: Sequence[Tensor | int]
+    """`KMajorPieces` of the pre-activation's gradient."""
+    values: Tensor | None
+    activation: Sequence[Tensor | int]
+    """Elements and scales of the column-wise use."""
+
+
 class GluGradients(NamedTuple):
     """The results of the backward of an activation."""
 
@@ -251,8 +261,8 @@ def _cuda(
     inputs = GluBackwardInputs(aligned(dy), aligned(preact), scales, ends, scale)
     made = _outputs(inputs, glu, fmt, act_format, wanted)
     values = made.dpreact if wanted.values else None
-    into = made[:5], values, (made.act, made.act_scale)
-    return made._replace(dscales=_launch(inputs, glu, fmt, act_format, wanted, *into))
+    into = _Into(made[:5], values, (made.act, made.act_scale))
+    return made._replace(dscales=_launch(inputs, glu, fmt, act_format, wanted, into))
 
 
 def launch_glu_backward(
@@ -269,7 +279,8 @@ def launch_glu_backward(
     values = torch.empty_like(preact, dtype=dy.dtype) if wanted.values else None
     uses = False, wanted.activation
     (_, act), of_act = k_major.packed_outputs(RowsToQuantize(dy, ends), act_format, *uses)
-    dscales = _launch(inputs, glu, fmt, act_format, wanted, pieces, values, of_act[2:4])
+    into = _Into(pieces, values, of_act[2:4])
+    dscales = _launch(inputs, glu, fmt, act_format, wanted, into)
     return GluGradients(operands, dscales, values, act)
 
 
@@ -279,26 +290,22 @@ def _launch(
     fmt: NumberFormat,
     act_format: NumberFormat,
     wanted: GluBackwardUses,
-    pieces: Sequence[Tensor | int],
-    values: Tensor | None,
-    act: Sequence[Tensor | int],
+    into: _Into,
 ) -> Tensor:
-    """Write the gradient's `KMajorPieces`, its ``values`` and the ``act``, elements and scales.
-
-    Gives the gradient of the scales.
-    """
+    """Write the results; gives the gradient of the scales."""
     # The kernel reads quantized pre-activations where a thread block has whole blocks of each side.
     if not (glu.sides == 1 or _paired(glu, inputs.preact.shape[1])):
         inputs = inputs.decoded()
     if fmt.block is not None:
-        return _launch_pass(inputs, glu, fmt, act_format, wanted, pieces, values, act)
+        return _launch_pass(inputs, glu, fmt, act_format, wanted, into)
     preact, ends = inputs.preact, inputs.ends
     amax = preact.new_zeros(len(ends), dtype=torch.int32)
-    values = torch.empty_like(preact) if values is None else values
-    dscales = _launch_pass(inputs, glu, fmt, act_format, _VALUES, pieces, values, act, amax)
+    values = torch.empty_like(preact) if into.values is None else into.values
+    into = into._replace(values=values)
+    dscales = _launch_pass(inputs, glu, fmt, act_format, _VALUES, into, amax)
     if wanted.rowwise or wanted.columnwise:
         uses = wanted.rowwise, wanted.columnwise
-        k_major.launch_pieces(RowsToQuantize(values, ends), fmt, *uses, pieces, amax)
+        k_major.launch_pieces(RowsToQuantize(values, ends), fmt, *uses, into.gradient, amax)
     return dscales
 
 
@@ -308,9 +315,7 @@ def _launch_pass(
     fmt: NumberFormat,
     act_format: NumberFormat,
     wanted: GluBackwardUses,
-    pieces: Sequence[Tensor | int],
-    values: Tensor | None,
-    act: Sequence[Tensor | int],
+    into: _Into,
     amax: Tensor | None = None,
 ) -> Tensor:
     """The kernel; with ``amax`` it finds the groups' largest magnitudes."""
@@ -324,7 +329,8 @@ def _launch_pass(
     of_act = act_format if wanted.activation else None
     constants = _kernel(fmt, of_act, ends.dtype, wanted, *which)
     sizes = rows, columns, len(ends), padded_size(rows, len(ends), FP8_BLOCK), stripe
-    addresses = dy, preact, preact_scale, of_rows, ends, amax, *pieces, partials, values, *act
+    gradient, values, act = into
+    addresses = dy, preact, preact_scale, of_rows, ends, amax, *gradient, partials, values, *act
     launch("quantize.glu_backward.quantize", constants, dy.device, *addresses, *sizes, *glu[2:])
     return partials if scales is None else launch_tile_sums(partials, rows, scales.dtype)
 
