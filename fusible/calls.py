@@ -7,7 +7,8 @@ What the predicates give, of a plain CUDA tensor and without gradients unless th
     eager, gradients enabled  no         no              no       no         yes
     CUDA graph capture        no         no              no       yes        no
     torch function mode       no         no              no       no         yes
-    torch.func, forward AD    no         yes             no       no         yes
+    torch.func                no         yes             no       no         no
+    forward AD                no         yes             no       no         yes
     dispatch mode             yes        yes             no       no         yes
     fake mode                 yes        yes             yes      no         no
     torch.compile             yes        yes             -        no         no
@@ -63,8 +64,16 @@ def capturing() -> bool:
 
 
 def may_cache() -> bool:
-    """Whether what an operation gives now may be kept for later calls: not traced or captured."""
-    return not (torch.compiler.is_compiling() or capturing() or is_fake())
+    """Whether what an operation gives now may be kept for later calls.
+
+    Not what is traced, transformed or captured.
+    """
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or capturing()
+        or is_fake()
+    )
 
 
 def in_data_parallel() -> bool:

@@ -52,8 +52,10 @@ class _Entry(NamedTuple):
     """By key: the uses that operands are for, and the operands."""
 
     @classmethod
-    def of(cls, state: tuple[Any, ...], stored: Sequence[Tensor]) -> Self:
+    def of(cls, state: tuple[Any, ...], stored: Sequence[Tensor], *, hold: bool) -> Self:
         """An entry of `stored_tensors`; of a quantized one it keeps what its pieces tell.
+
+        With ``hold`` their memory too, which the state then names.
 
         A parameter itself: PyTorch refuses to swap one that has a weak reference, as conversions
         and loads do under ``torch.__future__.set_swap_module_params_on_conversion``; one that is
@@ -63,7 +65,8 @@ class _Entry(NamedTuple):
         gone: list[ref[Tensor]] = []
         plain = [t for t in stored if not isinstance(t, QuantizedTensor)]
         held = [t if isinstance(t, nn.Parameter) else ref(t, gone.append) for t in plain]
-        return cls(state, (*held, *[t.untyped_storage() for t in plain]), gone, {})
+        memory = [t.untyped_storage() for t in plain] if hold else []
+        return cls(state, (*held, *memory), gone, {})
 
 
 class OperandCache:
@@ -79,7 +82,7 @@ class OperandCache:
         self.until_updated = until_updated
         self._shards = tuple(shards)
         # Replaced as a whole: other threads may run the op.
-        self._cached = _Entry.of((), ())
+        self._cached = _Entry.of((), (), hold=False)
 
     def get(
         self,
@@ -99,7 +102,7 @@ class OperandCache:
             if self.until_updated and not all([t.is_leaf for t in stored]):
                 return make()
             # The old operands are freed before new ones are made.
-            entry = self._cached = _Entry.of(state, stored)
+            entry = self._cached = _Entry.of(state, stored, hold=self.until_updated)
         # Operands can be read without waiting on the stream on which they are made.
         on_cuda = stored[0].is_cuda
         key = key, torch._C._cuda_getCurrentRawStream(stored[0].device.index) if on_cuda else 0
@@ -157,5 +160,6 @@ def cached_copy(
     cache = _copies.get(id(anchor))
     if cache is None:
         cache = _copies[id(anchor)] = OperandCache(until_updated=True)
-        finalize(anchor, _copies.pop, id(anchor)).atexit = False
+        # Another thread may have been first.
+        finalize(anchor, _copies.pop, id(anchor), None).atexit = False
     return cache.get(stored, key, make, uses)

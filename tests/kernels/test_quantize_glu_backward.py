@@ -10,6 +10,8 @@ from torch.testing._internal.optests.generate_tests import ALL_TEST_UTILS
 from fusible.activations import ACTIVATIONS
 from fusible.formulas import split_glu
 from fusible.kernels.glu import Glu
+from fusible.kernels.grouped import vectors
+from fusible.kernels.quantize import glu_backward, k_major
 from fusible.kernels.quantize.glu_backward import quantize_glu_backward, writes_activation
 from fusible.kernels.quantize.k_major import ScaledMatrix, quantize_k_major
 from fusible.kernels.quantize.spec import GluBackwardSpec, QuantizeSpec
@@ -192,6 +194,21 @@ def made_by_the_kernels_code(monkeypatch, operands, glu, fmt, uses=(True, True),
     preact = (preact, scale) if quantized else preact
     simt.quantize_glu_backward(monkeypatch, dy, preact, scales, inside, glu, results, spec)
     return results
+
+
+def test_values_between_two_launches_are_bf16(monkeypatch):
+    """Of a quantized pre-activation too, where the first finds the scales of groups."""
+    launched = {}
+    for module in (glu_backward, k_major, vectors):
+        monkeypatch.setattr(module, "launch", lambda path, *given: launched.update({path: given}))
+    dy, preact, scales, ends = operands(256, ENDS["ragged"])
+    data, scale = stored(preact)
+    inputs = glu_backward.GluBackwardInputs(dy, data, scales, ends, scale)
+    uses = glu_backward.GluBackwardUses(False, True, True, False)
+    glu_backward.launch_glu_backward(inputs, Glu(), *[FORMATS["groups"]] * 2, uses)
+    values = launched["quantize.glu_backward.quantize"][2 + 12]
+    assert (values.dtype, values.shape) == (torch.bfloat16, preact.shape)
+    assert launched["quantize.k_major.quantize"][2] is values
 
 
 # --- the activation -------------------------------------------------------------------------------

@@ -1,7 +1,9 @@
 """Weights quantized once for every update: values, and how often they are quantized."""
 
 import copy
+import gc
 import threading
+import weakref
 
 import pytest
 import reference as ref
@@ -10,6 +12,7 @@ from checks import Recorded
 from number_formats import BLOCK, BLOCK_FP8, CURRENT, MX, each_recipe
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.func import functional_call
 from torch.nn.utils import parameters_to_vector, parametrize, vector_to_parameters
 from torch.optim.optimizer import _global_optimizer_post_hooks as optimizer_hooks
 from torch.utils.checkpoint import checkpoint
@@ -444,3 +447,30 @@ def test_explain_leaves_no_fake_weights_to_later_forwards(recipe, target, until_
         with fz.reuse_quantized_weights(module, until_updated=until_updated):
             fz.explain(module, x, splits, scales, splits)
             assert torch.equal(module(x, splits, scales, splits), expected)
+
+
+@pytest.mark.parametrize("until_updated", [False, True])
+def test_weights_inside_of_vmap_are_quantized_in_every_forward(until_updated):
+    op, x = linear().requires_grad_(False), torch.randn(48, 32)
+    batches = {name: torch.stack([p, 2 * p]) for name, p in op.named_parameters()}
+
+    def call(weights):
+        with fz.autocast(recipe=MX):
+            return functional_call(op, weights, (x,))
+
+    with torch.no_grad():
+        want = [call({name: t[i] for name, t in batches.items()}) for i in range(2)]
+        with fz.reuse_quantized_weights(op, until_updated=until_updated):
+            for _ in range(2):
+                ref.assert_equal(list(torch.vmap(call)(batches)), want)
+
+
+def test_memory_of_computed_weights_is_not_kept():
+    op, x = linear(), torch.randn(48, 32)
+    with fz.reuse_quantized_weights(op), fz.autocast(recipe=MX), torch.no_grad():
+        weights = {name: p.detach() * 2 for name, p in op.named_parameters()}
+        memory = weakref.ref(weights["weight"].untyped_storage())
+        functional_call(op, weights, (x,))
+        del weights
+        gc.collect()
+        assert memory() is None

@@ -300,7 +300,9 @@ def _launch(
         return _launch_pass(inputs, glu, fmt, act_format, wanted, into)
     preact, ends = inputs.preact, inputs.ends
     amax = preact.new_zeros(len(ends), dtype=torch.int32)
-    values = torch.empty_like(preact) if into.values is None else into.values
+    values = into.values
+    if values is None:
+        values = torch.empty_like(preact, dtype=inputs.dy.dtype)
     into = into._replace(values=values)
     dscales = _launch_pass(inputs, glu, fmt, act_format, _VALUES, into, amax)
     if wanted.rowwise or wanted.columnwise:
