@@ -117,9 +117,10 @@ def refuse_hidden_derivatives(name: str, *tensors: Tensor) -> None:
     That of a tangent, or of what ``vmap`` wraps, whose wrapper does not tell that the tensor inside
     needs a gradient. Gradients of plain tensors are the caller's.
     """
-    if forward_ad._current_level < 0 and (
-        torch.compiler.is_dynamo_compiling() or not torch._C._are_functorch_transforms_active()
-    ):
+    transformed = torch._C._are_functorch_transforms_active()
+    if forward_ad._current_level < 0 and (torch.compiler.is_dynamo_compiling() or not transformed):
+        if transformed and torch.is_grad_enabled():
+            _refuse_gradients(name)  # the tracer cannot tell
         return
     autograd = torch._C.DispatchKey.AutogradFunctionality
     if torch._C._dispatch_tls_is_dispatch_key_excluded(autograd):

@@ -160,16 +160,16 @@ class Run:
         if not schedule.plan.grad[-1].requires_grad:
             made, _ = run_forward(schedule, operands, kwargs)
             outputs = tuple(made if tracing else without_views(schedule, kwargs, made, operands))
+        elif torch._C._are_functorch_transforms_active():
+            raise RuntimeError(
+                "fusible ops must not need gradients inside a transform of torch.func (grad, vmap, "
+                "jvp, ...), which cannot follow their backward, got one that does; use "
+                "torch.autograd, which torch.func.functional_call goes with, or no_grad()"
+            )
         elif tracing:
             tensors, slots = deduplicated(operands)
             outputs = RunFunction.apply(schedule, slots, kwargs, *tensors)
         else:
-            if torch._C._are_functorch_transforms_active():
-                raise RuntimeError(
-                    "fusible ops must not need gradients inside a transform of torch.func (grad, "
-                    "vmap, jvp, ...), which cannot follow their backward, got one that does; use "
-                    "torch.autograd, which torch.func.functional_call goes with, or no_grad()"
-                )
             outputs = RunFunction.apply(schedule, None, kwargs, *operands)
         outputs = _as_returned(schedule, outputs, inputs[1:]) if tracing else outputs
         return outputs if len(outputs) > 1 else outputs[0]

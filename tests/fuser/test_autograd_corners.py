@@ -550,6 +550,20 @@ def test_gradients_through_vmap_are_refused(make):
         torch.func.grad(batched)(x)
 
 
+@pytest.mark.parametrize("recipe", [None, MX], ids=["none", "mxfp8"])
+def test_gradients_inside_of_compiled_transforms_are_refused(recipe):
+    """They would be zero."""
+    linear, x = fz.Linear(32, 32), torch.randn(4, 32)
+
+    def loss(x):
+        with fz.autocast(enabled=recipe is not None, recipe=recipe):
+            return linear(x).square().sum()
+
+    compiled = torch.compile(torch.func.grad(loss), backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="must not need gradients inside a"):
+        compiled(x)
+
+
 @scripts
 def test_forward_mode_is_refused_in_compiled_code():
     op, sizes = fz.GroupedLinear(2, 8, 8).requires_grad_(False), torch.tensor([2, 4])
