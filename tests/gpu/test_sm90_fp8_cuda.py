@@ -347,10 +347,13 @@ def test_the_backward_of_a_quantized_pre_activation(activation, interleave, feat
     assert_same_bits(*[written(of.operands.column) for of in (made, wanted)])
     assert_same_bits(*[written(of.activation) for of in (made, wanted)])
     assert_same_bits([made.values, made.scales], [wanted.values, wanted.scales])
-    alone = quantize_glu_backward(dy, row, scales, ends, glu, fmt, rowwise=True, columnwise=True)
-    assert_same_bits(alone.operands.row[:2], wanted.operands.row[:2])
-    assert_same_bits(*[written(of.operands.column) for of in (alone, wanted)])
-    assert_same_bits([alone.scales], [wanted.scales])
+    uses = {"rowwise": True, "columnwise": True}
+    made, wanted = [
+        quantize_glu_backward(dy, of, scales, ends, glu, fmt, **uses) for of in (row, values)
+    ]
+    assert_same_bits(made.operands.row[:2], wanted.operands.row[:2])
+    assert_same_bits(*[written(of.operands.column) for of in (made, wanted)])
+    assert_same_bits([made.scales], [wanted.scales])
 
 
 def _check_backward(glu, features, scales_dtype):
