@@ -181,7 +181,7 @@ def host_phases(problem: Problem) -> dict[str, float]:
         d_preact, hidden, _ = second.dglu(dy, at2, ends, preact, prob, Glu(), overwrite=True)
         second.wgrad(dy, hidden, ends)
         first.wgrad(d_preact, x, ends)
-        first.dgrad(d_preact, at1, ends)
+        first.forward(d_preact, at1, ends, transpose_w=True)
 
     return measuring.host_microseconds({"autograd": autograd, "launches": launches})
 

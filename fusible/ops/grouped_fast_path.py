@@ -8,7 +8,6 @@ tensors of each call. All other calls run by the ops.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, Self
 
@@ -123,7 +122,7 @@ def _extra_inputs(ops: Sequence[Any]) -> list[str]:
 
 
 _LIBRARY_PRODUCTS = SimpleNamespace(
-    dgrad=partial(grouped.grouped_mm, transpose_w=True),
+    forward=grouped.grouped_mm,
     dglu=grouped.grouped_dglu,
     wgrad=grouped.grouped_wgrad,
 )
@@ -322,7 +321,7 @@ class LinearFastPath(GroupedFastPath):
             dy, _ = self._act.grads(dy, preact)
         rows = (dy, linear.op.out_features), (x, self._features)
         ((products, w),) = self._backward_products(dy, rows, weights)
-        dx = products.dgrad(dy, w, ends) if linear.needs.input else None
+        dx = products.forward(dy, w, ends, transpose_w=True) if linear.needs.input else None
         if row_scale is not None:
             of_scales = linear.scale_grads(dy, ends, row_scale, bias)
         weight_grads = linear.weight_grads(products.wgrad, dy, x, ends, contexts)
@@ -349,7 +348,7 @@ class MLPFastPath(GroupedFastPath):
         )
         weights2 = fc2.weight_grads(second.wgrad, dy, hidden, ends, contexts)
         del hidden  # its memory serves what follows
-        dx = first.dgrad(dpreact, w1, ends) if fc1.needs.input else None
+        dx = first.forward(dpreact, w1, ends, transpose_w=True) if fc1.needs.input else None
         params1 = (
             *fc1.weight_grads(first.wgrad, dpreact, x, ends, contexts),
             *fc1.bias_grads(dpreact, ends),

@@ -154,7 +154,7 @@ class WeightProducts:
         bias: Tensor | None = None,
         row_scale: Tensor | None = None,
         out: Tensor | None = None,
-        transpose: bool = False,
+        transpose_w: bool = False,
         table: int = 0,
         pitch: int = 0,
         operand_scales: OperandScales = NO_SCALES,
@@ -166,21 +166,14 @@ class WeightProducts:
             row_scale = None  # it multiplies the bias only
         scale = None if row_scale is None else row_scale.dtype
         launch = self._rows_launch(
-            "store", transpose, bias is not None, scale, pitch=pitch, reads_ahead=reads_ahead
+            "store", transpose_w, bias is not None, scale, pitch=pitch, reads_ahead=reads_ahead
         )
         y = out
         if y is None:
-            columns = self._depth if transpose else self._columns
+            columns = self._depth if transpose_w else self._columns
             y = x.new_empty(x.shape[0], columns, dtype=self.value_dtype)
         launch(x, w, y.data_ptr(), ends, bias, row_scale, table, operand_scales, zero_tail)
         return y
-
-    def dgrad(self, dy: Tensor, w: int, ends: Tensor) -> Tensor:
-        """`grouped_mm` with ``transpose_w``."""
-        launch = self._rows_launch("store", transpose=True)
-        dx = dy.new_empty(dy.shape[0], self._depth)
-        launch(dy, w, dx.data_ptr(), ends)
-        return dx
 
     def glu(
         self,
