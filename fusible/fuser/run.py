@@ -333,7 +333,7 @@ class Run:
         if name is None:
             name = f"call{next(_name_numbers)}"
             keep(_traced_names, key, name, MOST_PLANS)
-        self._schedule = self._prepare(key, name)
+        self._prepare(key, name)
         for run in _runs.others(map(type, self.ops), self):
             # Parameters that no call could read.
             with suppress(AttributeError, TypeError, ValueError):
@@ -341,11 +341,13 @@ class Run:
                     run._prepare(key, name)
         return name
 
-    def _prepare(self, key: tuple[Any, ...], name: str) -> Schedule:
-        """Set the attribute in which compiled code finds a call's schedule."""
-        schedule = self.schedule_for(key)
-        keep(vars(self._traced), name, schedule, MOST_PLANS)
-        return schedule
+    def _prepare(self, key: tuple[Any, ...], name: str) -> None:
+        """Set the attribute in which compiled code finds a call's schedule.
+
+        And the plan: a run that shares this code will not be traced when it is called.
+        """
+        self._schedule = self.schedule_for(key)
+        keep(vars(self._traced), name, self._schedule, MOST_PLANS)
 
     def _static_key(self) -> tuple[Any, ...]:
         """The part of what plans depend on that is not in the key of a call."""

@@ -50,13 +50,6 @@ def test_ops_are_readable():
     assert seq.plan.fired == ("linear_bias_activation",) * 2
 
 
-def test_a_compiled_call_of_an_equal_module_is_none_of_this_one():
-    called, equal = dense(), dense()
-    torch.compile(called, backend="eager")(torch.randn(3, 8))
-    assert called.plan is not None
-    assert equal.plan is None
-
-
 def test_of_one_op_alone():
     op = fz.Linear(4, 4)
     assert op.plan is None
