@@ -112,15 +112,17 @@ def refuse_derivatives(name: str, arguments: Sequence[Any]) -> None:
 
 
 def refuse_hidden_derivatives(name: str, *tensors: Tensor) -> None:
-    """Raise RuntimeError for a derivative that would be lost without a word.
+    """Raise RuntimeError for a derivative that PyTorch would silently take for zero.
 
-    That of a tangent, or of what ``vmap`` wraps, whose wrapper does not tell that the tensor inside
-    needs a gradient. Gradients of plain tensors are the caller's.
+    For a tangent, and for a tensor that requires gradients inside of a wrapper of ``torch.vmap``,
+    which does not show it. Traced code cannot look inside: there every transform of ``torch.func``
+    with gradients enabled is refused. Whether the tensors themselves require gradients is checked
+    by the caller.
     """
     transformed = torch._C._are_functorch_transforms_active()
     if forward_ad._current_level < 0 and (torch.compiler.is_dynamo_compiling() or not transformed):
         if transformed and torch.is_grad_enabled():
-            _refuse_gradients(name)  # the tracer cannot tell
+            _refuse_gradients(name)
         return
     autograd = torch._C.DispatchKey.AutogradFunctionality
     if torch._C._dispatch_tls_is_dispatch_key_excluded(autograd):

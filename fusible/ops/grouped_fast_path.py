@@ -175,7 +175,10 @@ class GroupedFastPath:
     def _products_of(
         cls, plan: Plan, op: Any, device: torch.device, dtype: torch.dtype
     ) -> Any | None:
-        """The products of a linear, by rows; None if it has others, or kernels take no such one."""
+        """The products of a linear, by rows.
+
+        None if other kernels are selected, or these do not support its features.
+        """
         if plan.recipe is not None or any(
             [own.built is not DEFAULT_KERNELS for own in plan.of_phase("kernels")]
         ):

@@ -224,9 +224,10 @@ class GroupedKernels:
         return _matmul(call, dy, _values_of_weights(call, weights), output, data_grad=True)
 
     def weight_grad(self, call: LinearCall, dy: Any, x: Any) -> WeightGradient:
-        """``dy[rows of e].T @ x[rows of e]`` for each group e, not computed yet, if it is needed.
+        """``dy[rows of e].T @ x[rows of e]`` for each group e, not computed yet.
 
-        ``dy`` is `GroupedOperand.column`, ``x`` that of an input; each gradient ``[out, in]``.
+        Called only where the weights need gradients. ``dy`` is `GroupedOperand.column`, ``x`` that
+        of an input; each gradient ``[out, in]``.
         """
         if call.ctx.quantizes:
             dy, x = _values_for_products(dy), _values_for_products(x)
