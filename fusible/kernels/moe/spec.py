@@ -52,6 +52,12 @@ class RouteSpec(NamedTuple):
     """The number of groups, how many are kept, and how many of a group's best scores are summed."""
 
 
+ROUTER_WARPS = 8  # of a CTA that chooses experts
+
+FUSED_ROUTER_TOKENS = ROUTER_WARPS
+"""The most tokens whose logits and choice are one launch: each has a warp."""
+
+
 class RouteTokensSpec(NamedTuple):
     """A router's product and choice for few tokens, of one width and dtype."""
 
@@ -62,11 +68,12 @@ class RouteTokensSpec(NamedTuple):
     bias: str = ""
     """Dtype of the bias of the logits; empty: none."""
 
+    @property
+    def warps(self) -> int:
+        """Warps of a CTA: enough to load a row at once, but few where rows are wide."""
+        warps = -(-self.vectors // 32)
+        return warps if ROUTER_WARPS < warps <= 12 else ROUTER_WARPS
 
-ROUTER_WARPS = 8  # of a CTA
-
-FUSED_ROUTER_TOKENS = ROUTER_WARPS
-"""The most tokens whose logits and choice are one launch: each has a warp."""
 
 MAX_GROUPS = 1024
 """The most experts that the router and the sort support."""

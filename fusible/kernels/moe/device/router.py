@@ -32,12 +32,20 @@ def _value(key):
     return bits.to_float(key ^ bits.select(key >= 0x80000000, 0x80000000, 0xFFFFFFFF))
 
 
+def _larger(first, second=None):
+    """Of two keys with their places the larger, of equals the first."""
+    if second is None:
+        return first
+    larger = second[0] > first[0]
+    return tuple(bits.select(larger, b, a) for a, b in zip(first, second, strict=True))
+
+
 def _largest(keys, lane):
     """The largest of a token's keys and its first place."""
-    best, at = keys[0], lane
-    for i, key in enumerate(keys[1:], 1):
-        larger = key > best
-        best, at = bits.select(larger, key, best), bits.select(larger, i * 32 + lane, at)
+    found = [(key, i * 32 + lane) for i, key in enumerate(keys)]
+    while len(found) > 1:
+        found = [_larger(*found[i : i + 2]) for i in range(0, len(found), 2)]
+    ((best, at),) = found
     most = cute.arch.warp_redux_sync(Uint32(best), "umax")
     place = bits.select(Uint32(best) == most, at, 0x7FFFFFFF)
     return most, Int32(cute.arch.warp_redux_sync(Uint32(place), "umin"))
@@ -156,14 +164,17 @@ def _route_token(
     keys = [bits.select(m, _order(value), 0) for value, m in zip(ranked, valid, strict=True)]
     if cutlass.const_expr(spec.groups[0] > 1):
         keys = _allowed(keys, lane, spec)
-    chosen_id = Int32(0)
+    chosen_id, chosen_key = Int32(0), Uint32(0)
     for j in cutlass.range_constexpr(spec.top_k):
-        _, place = _largest(keys, lane)
+        most, place = _largest(keys, lane)
         keys = _without(keys, place, lane)
         chosen_id = Int32(bits.select(lane == j, place, chosen_id))
+        chosen_key = bits.select(lane == j, most, chosen_key)
     chosen = Boolean(exists) & (lane < spec.top_k)
-    at = logits + (Int64(token) * spec.experts + chosen_id) * 4
-    logit = bits.to_float(bits.load(at, Int32(chosen), 1)[0])
+    logit = _value(chosen_key)
+    if cutlass.const_expr(ranked is not values):
+        at = logits + (Int64(token) * spec.experts + chosen_id) * 4
+        logit = bits.to_float(bits.load(at, Int32(chosen), 1)[0])
     weight = _weight(logit, chosen, values, valid, spec) * Float32(spec.scaling_factor)
     at = Int64(token) * spec.top_k + lane
     bits.store(probs + at * 4, [bits.to_bits(weight)], Int32(chosen))
@@ -224,9 +235,10 @@ def _route_tokens(
     warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
     experts, vectors = spec.route.experts, spec.vectors
     shared = SmemAllocator()
-    parts = shared.allocate_tensor(Float32, cute.make_layout((WARPS, TOKENS_AT_ONCE)))
+    parts = shared.allocate_tensor(Float32, cute.make_layout((TOKENS_AT_ONCE, spec.warps)))
     arrived = shared.allocate_tensor(Int32, cute.make_layout(1))
-    places = [i * 32 * WARPS + thread for i in range(-(-vectors // (32 * WARPS)))]
+    threads = 32 * spec.warps
+    places = [i * threads + thread for i in range(-(-vectors // threads))]
     row = weight + Int64(expert) * vectors * 16
     for i in cutlass.range_constexpr(len(places)):  # while the kernel ahead ends
         if places[i] < vectors:
@@ -237,16 +249,17 @@ def _route_tokens(
         for j in cutlass.range_constexpr(TOKENS_AT_ONCE):
             total = _sum(sums[j])
             if lane == 0:
-                parts[warp, j] = total
+                parts[j, warp] = total
         cute.arch.sync_threads()
-        if (thread < TOKENS_AT_ONCE) & (first + thread < tokens):
-            total = Float32(0)
+        if (warp < TOKENS_AT_ONCE) & (first + warp < tokens):
+            part = Float32(0)
+            if lane < spec.warps:
+                part = parts[warp, lane]
+            total = _sum(part)
             if cutlass.const_expr(spec.bias != ""):
-                total = bits.load_number(bias, expert, True, spec.bias)
-            for i in cutlass.range_constexpr(WARPS):
-                total = total + parts[i, thread]
-            at = logits + (Int64(first + thread) * experts + expert) * 4
-            bits.store(at, [bits.to_bits(total)], 1)
+                total = total + bits.load_number(bias, expert, True, spec.bias)
+            at = logits + (Int64(first + warp) * experts + expert) * 4
+            bits.store(at, [bits.to_bits(total)], Int32(lane == 0))
         cute.arch.sync_threads()
     # Release: the barrier orders the CTA's logits before this addition. Acquire: for the CTA that
     # counts last, it orders every CTA's logits before the loads below. The next launch that uses
@@ -342,7 +355,7 @@ def route_tokens(
         x, weight, bias, expert_bias, logits, probs, ids, counter, tokens, spec
     ).launch(
         grid=[spec.route.experts, 1, 1],
-        block=[32 * WARPS, 1, 1],
+        block=[32 * spec.warps, 1, 1],
         stream=stream,
         use_pdl=has_pdl(),
     )  # fmt: skip
