@@ -170,3 +170,23 @@ def test_counters_of_streams_are_bounded(monkeypatch):
     assert len(workspaces._capture_counters) == 2
     last = workspaces._stream_counters[stream % 2, stream]
     assert workspaces.zeroed_counter(stream % 2, stream) == last.data_ptr()
+
+
+def test_captured_launches_of_many_graphs_have_counters_of_their_own(monkeypatch):
+    capturing, made = [False], []
+    name = "_cuda_isCurrentStreamCapturing"
+    monkeypatch.setattr(torch._C, name, lambda: capturing[0], raising=False)
+    for cache in ("_stream_counters", "_capture_counters"):
+        monkeypatch.setattr(workspaces, cache, {})
+    zeros = torch.zeros
+
+    def on_cpu(*shape, device, dtype):
+        made.append(shape)
+        return zeros(*shape, dtype=dtype)
+
+    monkeypatch.setattr(torch, "zeros", on_cpu)
+    workspaces.zeroed_counter(0, 0)
+    capturing[0], allocated = True, len(made)
+    launches = 70 * 100 * 9
+    assert len({workspaces.zeroed_counter(0, 0) for _ in range(launches)}) == launches
+    assert len(made) == allocated

@@ -17,7 +17,9 @@ _pointer_tables: OrderedDict[tuple, tuple[torch.Tensor, int, torch.cuda.Event]] 
 _captured: dict[tuple, torch.Tensor] = {}
 _pointer_tables_lock = threading.Lock()
 
-_COUNTERS = 4096  # captured launches that need no memset of their own
+# Captured launches that need no memset of their own, which takes 2.4 us: 70 graphs of 100 layers
+# with nine launches each. 512 KiB.
+_COUNTERS = 1 << 16
 _MAX_STREAMS = 256  # memory of a counter that was dropped is used again on its stream only
 _stream_counters: dict[tuple[int, int], torch.Tensor] = {}
 _capture_counters: dict[int, tuple[torch.Tensor, Iterator[int]]] = {}  # one a device
