@@ -207,7 +207,8 @@ class RunFunction(torch.autograd.Function):
         if checks_memory:
             to_leaf = _leaf(fctx.next_functions[0][0]) is not None
             cast_grads[0] = returned_grad(contexts[0], cast_grads[0], to_leaf)
-        return (None, None, None, *(cast_grads if slots is None else _summed(cast_grads, slots)))
+        of_tensors = cast_grads if slots is None else _summed(cast_grads, slots)
+        return (None, None, None, *_without_shared_memory(fctx, of_tensors))
 
 
 def _run_backward(
@@ -430,13 +431,29 @@ def without_views(
     if kwargs is not None or any([step.is_users for step in schedule.forward]):
         return outputs
     others = (*inputs, *saved)
-
-    def shares_memory(t: Tensor, others: Sequence[Tensor | None]) -> bool:
-        return any([o is not None and torch._C._is_alias_of(t, o) for o in others])  # type: ignore[attr-defined]
-
     return [
         t
-        if not t._is_view() or shares_memory(t, (*others, *outputs[:i], *outputs[i + 1 :]))
+        if not t._is_view() or _shares_memory(t, (*others, *outputs[:i], *outputs[i + 1 :]))
         else torch.ops.aten._unsafe_view(t, t.shape)
         for i, t in enumerate(outputs)
     ]
+
+
+def _shares_memory(t: Tensor, others: Sequence[Tensor | None]) -> bool:
+    return any([o is not None and torch._C._is_alias_of(t, o) for o in others])  # type: ignore[attr-defined]
+
+
+def _without_shared_memory(fctx: Any, grads: list[Tensor | None]) -> list[Tensor | None]:
+    """The gradients, with copies of views of others' memory where the gradient is a leaf's.
+
+    Autograd makes a gradient that nothing else refers to the leaf's ``.grad``, without a copy. It
+    does not see that another tensor has its memory, and the two would be accumulated as one.
+    """
+    if torch.compiler.is_compiling():  # whose outputs share no memory
+        return grads
+    for i, grad in enumerate(grads):
+        if grad is not None and grad._is_view() and _leaf(fctx.next_functions[i][0]) is not None:
+            others = *grads[:i], *grads[i + 1 :]
+            if _shares_memory(grad, others):
+                grads[i] = grad.clone()
+    return grads

@@ -643,11 +643,13 @@ def reuse_quantized_weights(
     around the training loop. The promise is that they change in no other way than
 
     - by an operation that PyTorch's version counter sees (``Tensor._version``), such as ``copy_``,
-      ``load_state_dict`` and the steps of ordinary optimizers, or an assignment to ``.data``;
+      ``load_state_dict`` and the steps of ordinary optimizers, or an assignment of other memory to
+      ``.data``;
     - in the ``step`` of any ``torch.optim.Optimizer``, fused ones and those of master weights
       included, or after it and before the next forward.
 
-    Not seen are, outside of a step, writes to ``.data``, through pointers or by ``torch._foreach``
+    Not seen are, outside of a step, writes to ``.data``, through other tensors of the same memory
+    (of a buffer that was assigned to ``.data``), through pointers or by ``torch._foreach``
     functions on CUDA, communication into the weights' memory, and replays of a CUDA graph that
     writes them. Weights that are computed (parametrized), or that inference mode made, are
     quantized in every forward. FSDP2 must hold shards when it is entered, not gathered parameters:

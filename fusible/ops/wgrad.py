@@ -186,13 +186,15 @@ def dummy_wgrad(weight: Tensor) -> Tensor | None:
     Frameworks hang their reductions on autograd's accumulation of the weight's gradient. A weight
     with the attribute ``grad_added_to_main_grad`` has it set, and gets a dummy gradient, of
     zeros if it also has ``zero_out_wgrad``; the others get None. A compiled backward sets no
-    attribute, so there it is zeros, which do no harm if they are added.
+    attribute, so there it is zeros, which do no harm if they are added. It is zeros in anomaly
+    detection too, which looks for NaN.
     """
     if not (weight.requires_grad and hasattr(weight, "grad_added_to_main_grad")):
         return None
-    zeros = torch.compiler.is_compiling() or getattr(weight, "zero_out_wgrad", False)
-    if not torch.compiler.is_compiling():
+    compiling = torch.compiler.is_compiling()
+    if not compiling:
         weight.grad_added_to_main_grad = True
+    zeros = compiling or getattr(weight, "zero_out_wgrad", False) or torch.is_anomaly_enabled()
     make = torch.zeros if zeros else torch.empty
     return make(weight.shape, dtype=weight.dtype, device=weight.device)
 

@@ -655,3 +655,40 @@ def test_gradients_of_an_input_through_frozen_experts(machine, recompute):
     assert torch.equal(*grads)
     rows = x.shape[0] if recompute else 2 * x.shape[0]
     assert sizes[0] - sizes[1] >= rows * 64
+
+
+@pytest.mark.parametrize(
+    "ops",
+    [
+        [fz.Reshape((8, 4)), fz.AddExtraInput()],
+        [fz.Reshape((8, 4)), fz.Bias(4), fz.AddExtraInput()],
+        [fz.AddExtraInput(), fz.Reshape((4, 8)), fz.AddExtraInput()],
+    ],
+    ids=["reshape", "bias", "two"],
+)
+def test_gradients_of_leaves_share_no_memory(ops):
+    model = fz.Sequential(*ops, fz.SiLU())
+    x = torch.randn(4, 8, requires_grad=True)
+    (shape,) = [op.shape for op in ops if isinstance(op, fz.Reshape)]
+    extra = [torch.randn(shape, requires_grad=True) for _ in range(model.num_extra_inputs)]
+    leaves = [x, *extra, *model.parameters()]
+    once = torch.autograd.grad(model(x, *extra).sum(), leaves)
+    steps = 3
+    for _ in range(steps):
+        model(x, *extra).sum().backward()
+    for leaf, grad in zip(leaves, once, strict=True):
+        torch.testing.assert_close(leaf.grad, steps * grad)
+
+
+def test_dummy_gradients_are_no_nan_in_anomaly_detection():
+    linear = fz.Linear(64, 64, bias=False, accumulate_into_main_grad=True)
+    linear.weight.main_grad = torch.zeros(64, 64)
+    linear.weight.grad_added_to_main_grad = False
+    x, fills = torch.randn(3, 64), torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)  # fills new memory with NaN
+    try:
+        with torch.autograd.set_detect_anomaly(True):
+            linear(x).sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(fills)
+    torch.testing.assert_close(linear.weight.main_grad, x.sum(0).expand(64, 64))
