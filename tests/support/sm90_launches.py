@@ -189,11 +189,11 @@ def pointer_table(pointers: tuple[int, ...], _: torch.device, tables: list[Tenso
 
 @contextmanager
 def sm90_on_cpu() -> Iterator[list[Spec]]:
-    """Let grouped products of CPU tensors be those of SM90; gives the kernels that were loaded."""
+    """Let grouped products of CPU tensors be those of SM90; gives the products that were loaded."""
     loaded: list[Spec] = []
 
     def load(path, what, gpu):
-        loaded.append(what[0])
+        loaded.extend([spec for spec in what if isinstance(spec, Spec)])
         return load_kernel(path, what, gpu)
 
     with pytest.MonkeyPatch.context() as patch:
