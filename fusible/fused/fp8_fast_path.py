@@ -20,6 +20,7 @@ from fusible.kernels import grouped
 from fusible.kernels.grouped.vectors import launch_group_ends
 from fusible.kernels.quantize.glu_backward import (
     GluBackwardInputs,
+    GluBackwardOptions,
     GluBackwardUses,
     GluGradients,
     glu_gradients,
@@ -145,12 +146,13 @@ class Fp8MLPFastPath(GroupedFastPath):
         self._recomputes_act = needs_w2 and not self._saves_act
         formats = self._dy_format, self._x_format
         self._writes_act = writes_activation(self._glu, fc1.op.out_features, *formats)
-        self._uses = GluBackwardUses(
+        wanted = GluBackwardUses(
             activation=self._recomputes_act and self._writes_act,
             rowwise=fc1.needs.input,
             columnwise=fc1.needs.params[0],
             values=fc1.op.has_bias and fc1.needs.params[-1],
         )
+        self._glu_backward = GluBackwardOptions(self._glu, *formats, wanted)
 
     def prepared(self, *operands: Tensor) -> Any:
         """Whether these operands are supported: True, or None."""
@@ -262,7 +264,7 @@ class Fp8MLPFastPath(GroupedFastPath):
     def _activation_grads(self, inputs: GluBackwardInputs, direct: bool) -> GluGradients:
         """The backward of the activation, with the activation itself if it was not saved."""
         backward = launch_glu_backward if direct else glu_gradients
-        made = backward(inputs, self._glu, self._dy_format, self._x_format, self._uses)
+        made = backward(inputs, self._glu_backward)
         if self._recomputes_act and not self._writes_act:
             preact = inputs.decoded().preact
             act = RowsToQuantize(self._glu.forward(preact, inputs.scales), inputs.ends)

@@ -33,7 +33,7 @@ def read_ahead(model, by_ops=False, recipe=None):
     with sm90_on_cpu() as loaded, assume_target("sm90"), path, scope:
         model(x, splits, splits)
     assert model.plan.fired[0].startswith("grouped_mlp_sm90")
-    return [(spec.kind, spec.reads_ahead) for spec in loaded if hasattr(spec, "kind")]
+    return [(spec.kind, spec.reads_ahead) for spec in loaded]
 
 
 @pytest.mark.parametrize("by_ops", [False, True], ids=["", "ops"])
@@ -112,7 +112,7 @@ def test_not_a_linear_by_itself():
     splits = torch.full((GROUPS,), ROWS // GROUPS)
     with sm90_on_cpu() as loaded, assume_target("sm90"):
         model(torch.randn(ROWS, FEATURES).to(BF16), splits)
-    assert [spec.reads_ahead for spec in loaded if hasattr(spec, "kind")] == [False]
+    assert [spec.reads_ahead for spec in loaded] == [False]
 
 
 @pytest.fixture

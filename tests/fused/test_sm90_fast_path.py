@@ -3,12 +3,20 @@
 import pytest
 import reference as ref
 import torch
-from sm90_launches import is_direct, ops_only, sm90_on_cpu
-from torch.utils.checkpoint import checkpoint
+from fast_paths import (
+    assert_equals_the_ops,
+    assert_equals_the_ops_without_gradients,
+    assert_graph_may_be_kept,
+    both,
+    call,
+    gradients,
+    on_sm90,
+    steps,
+    with_biases,
+)
+from sm90_launches import is_direct
 
 import fusible as fz
-from fusible.fuser import run as fuser_run
-from fusible.testing import assume_target
 
 GROUPS, HIDDEN, INNER, ROWS = 4, 32, 16, 10
 BF16 = torch.bfloat16
@@ -36,33 +44,6 @@ def inputs(model):
     return given[: 1 + model.num_extra_inputs]
 
 
-def call(model, given, prepared=True, **kwargs):
-    with assume_target("sm90"), sm90_on_cpu() if prepared else ops_only():
-        return model(*given, **kwargs)
-
-
-def leaves(model, given):
-    return [t for t in (*given, *model.parameters()) if t.requires_grad]
-
-
-def gradients(model, given, y, prepared=True, **options):
-    with assume_target("sm90"), sm90_on_cpu() if prepared else ops_only():
-        return torch.autograd.grad(y, leaves(model, given), torch.ones_like(y), **options)
-
-
-def both(model, given, prepared):
-    y = call(model, given, prepared)
-    assert is_direct(y) == prepared
-    return y, *gradients(model, given, y, prepared)
-
-
-def with_biases(model):
-    for name, p in model.named_parameters():
-        if "bias" in name:
-            torch.nn.init.normal_(p)
-    return model
-
-
 BIASES = {
     "no bias": {},
     "bias": {"bias": True, "single_grouped_bias": True},
@@ -80,7 +61,7 @@ def test_equals_the_op(build, single, bias, frozen):
     for name, t in [("inputs", t) for t in given[::2]] + [*model.named_parameters()]:
         if frozen and frozen in name:
             t.requires_grad_(False)
-    ref.assert_equal(both(model, given, True), both(model, given, False))
+    assert_equals_the_ops(model, given)
 
 
 @pytest.mark.parametrize("build", [linear, glu, mlp])
@@ -105,36 +86,7 @@ def test_scaled_biases_equal_the_op_s(build, bias, frozen):
     for name, t in [("scales", given[-1]), *model.named_parameters()]:
         if frozen and frozen in name:
             t.requires_grad_(False)
-    ref.assert_equal(both(model, given, True), both(model, given, False))
-
-
-def steps(model, given, prepared, use_reentrant=None, **options):
-    """Two backwards into ``main_grad``, or delayed; gives all gradients and buffers."""
-    weights = [p for name, p in model.named_parameters() if "weight" in name]
-    for t in leaves(model, given):
-        t.grad = None
-    if model[0].accumulate_into_main_grad:
-        for i, weight in enumerate(weights):
-            weight.main_grad = torch.full_like(weight, 0.5, dtype=torch.float32)
-            weight.grad_added_to_main_grad = False
-            weight.overwrite_main_grad = i == 0
-    with assume_target("sm90"), sm90_on_cpu() if prepared else ops_only():
-        for _ in range(2):
-            if use_reentrant is None:
-                y = model(*given)
-                assert is_direct(y) == prepared
-            else:
-                y = checkpoint(model, *given, use_reentrant=use_reentrant)
-            y.backward(torch.ones_like(y), **options)
-        for op in model:
-            if getattr(op, "delay_wgrad_compute", False):
-                op.backward_dw()
-                op.backward_dw()
-    buffers = [getattr(w, "main_grad", None) for w in weights]
-    # Of the parameters in main_grad, dummy gradients.
-    grads = [t.grad for t in leaves(model, given) if not hasattr(t, "main_grad")]
-    added = [getattr(w, "grad_added_to_main_grad", None) for w in weights]
-    return [t for t in (*buffers, *grads) if t is not None], added
+    assert_equals_the_ops(model, given)
 
 
 TO_MAIN_GRAD = {"accumulate_into_main_grad": True}
@@ -180,11 +132,8 @@ def test_a_weight_without_main_grad_is_an_error():
     given = inputs(model)
     y = call(model, given)
     assert is_direct(y)
-    with (
-        assume_target("sm90"),
-        sm90_on_cpu(),
-        pytest.raises(ValueError, match="main_grad of every weight of GroupedLinear must be") as e,
-    ):
+    wanted = pytest.raises(ValueError, match="main_grad of every weight of GroupedLinear must be")
+    with on_sm90(), wanted as e:
         y.backward(torch.ones_like(y))
     assert e.value.__notes__ == ["raised in Sequential.0 to Sequential.2 (GroupedMLP), backward"]
 
@@ -194,23 +143,14 @@ def test_a_weight_without_main_grad_is_an_error():
 def test_without_gradients(build, bias):
     model = with_biases(build(**BIASES[bias]))
     given = inputs(model)
-    taken = []
-    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
-        run = fuser_run.run_fast_path
-        patch.setattr(fuser_run, "run_fast_path", lambda *a: taken.append(a) or run(*a))
-        y = call(model, given)
-    assert len(taken) == 1
-    assert not y.requires_grad
-    assert torch.equal(y, call(model, given, prepared=False))
+    assert_equals_the_ops_without_gradients(model, given)
 
 
 @pytest.mark.parametrize("build", [linear, glu, mlp])
 def test_a_graph_that_is_kept(build):
     model = build()
     given = inputs(model)
-    y = call(model, given)
-    first, again = (gradients(model, given, y, retain_graph=keep) for keep in (True, False))
-    ref.assert_equal(first, again)
+    assert_graph_may_be_kept(model, given)
 
 
 def test_only_scales_that_need_a_gradient():
@@ -231,11 +171,7 @@ def test_differentiating_twice_is_refused():
     given = inputs(model)
     y = call(model, given)
     dy = torch.ones_like(y, requires_grad=True)
-    with (
-        assume_target("sm90"),
-        sm90_on_cpu(),
-        pytest.raises(RuntimeError, match="create_graph must be"),
-    ):
+    with on_sm90(), pytest.raises(RuntimeError, match="create_graph must be"):
         torch.autograd.grad(y, given[0], dy, create_graph=True)
 
 
@@ -259,7 +195,7 @@ def test_a_parameter_that_was_replaced_is_trained():
     given = inputs(model)
     call(model, given)
     model.weight = torch.nn.Parameter(torch.randn_like(model.weight))
-    ref.assert_equal(both(model, given, True), both(model, given, False))
+    assert_equals_the_ops(model, given)
 
 
 def transposed():

@@ -5,13 +5,22 @@ import weakref
 import pytest
 import reference as ref
 import torch
+from fast_paths import (
+    assert_equals_the_ops,
+    assert_equals_the_ops_without_gradients,
+    assert_graph_may_be_kept,
+    both,
+    call,
+    gradients,
+    on_sm90,
+    steps,
+    with_biases,
+)
 from number_formats import BLOCK_FP8, CURRENT_FP8
-from sm90_launches import is_direct, launch_quantize, ops_only, sm90_on_cpu
-from torch.utils.checkpoint import checkpoint
+from sm90_launches import is_direct, launch_quantize
 
 import fusible as fz
 from fusible.fused import fp8_fast_path
-from fusible.fuser import run as fuser_run
 from fusible.kernels.sm90 import tiles
 from fusible.recipes import (
     ByOp,
@@ -21,7 +30,6 @@ from fusible.recipes import (
     MXFP8BlockScaling,
 )
 from fusible.recipes.blocks import padded_size
-from fusible.testing import assume_target
 
 SIZES = [129, 0, 37, 1]
 ROWS = sum(SIZES) + 5  # the last ones belong to no group
@@ -58,52 +66,15 @@ def inputs(model):
     return x, splits, *of_act, splits, *[of_bias] * model[2].scale_bias
 
 
-def with_biases(model):
-    for name, p in model.named_parameters():
-        if "bias" in name:
-            torch.nn.init.normal_(p)
-    return model
-
-
-def leaves(model, given):
-    return [t for t in (*given, *model.parameters()) if t.requires_grad]
-
-
-def call(model, recipe, given, prepared=True):
-    with (
-        assume_target("sm90"),
-        sm90_on_cpu() if prepared else ops_only(),
-        fz.autocast(recipe=recipe),
-    ):
-        y = model(*given)
-        assert model.plan.fired == ("grouped_mlp_sm90_fp8",)
-        return y
-
-
-def gradients(model, given, y, prepared=True, **options):
-    torch.manual_seed(4)
-    with assume_target("sm90"), sm90_on_cpu() if prepared else ops_only():
-        return torch.autograd.grad(y, leaves(model, given), torch.randn_like(y), **options)
-
-
-def both(model, recipe, given, prepared):
-    y = call(model, recipe, given, prepared)
-    assert is_direct(y) == prepared
-    return y, *gradients(model, given, y, prepared)
-
-
-def assert_equals_the_ops(model, recipe, given=None):
-    given = given or inputs(model)
-    got, want = (both(model, recipe, given, prepared) for prepared in (True, False))
-    assert got[0].any()
-    ref.assert_equal(got, want)
+def assert_fp8_equals_the_ops(model, recipe=BLOCK_FP8):
+    assert_equals_the_ops(model, inputs(model), recipe)
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("stored", [False, True], ids=["", "stored"])
 @pytest.mark.parametrize("single", [True, False], ids=["single", "separate"])
 def test_equals_the_ops(recipe, stored, single):
-    assert_equals_the_ops(mlp(recipe if stored else None, single_grouped_weight=single), recipe)
+    assert_fp8_equals_the_ops(mlp(recipe if stored else None, single_grouped_weight=single), recipe)
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
@@ -113,7 +84,7 @@ def test_equals_the_ops_where_something_is_frozen(recipe, frozen):
     given = inputs(model)
     for name, t in (("x", given[0]), ("scales", given[2]), *model.named_parameters()):
         t.requires_grad_(name not in frozen.split(" and ") and not name.endswith("." + frozen))
-    assert_equals_the_ops(model, recipe, given)
+    assert_equals_the_ops(model, given, recipe)
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
@@ -141,7 +112,7 @@ def test_equals_the_ops_where_something_is_frozen(recipe, frozen):
     ],
 )
 def test_equals_the_ops_for_other_activations(recipe, act):
-    assert_equals_the_ops(mlp(act=act()), recipe)
+    assert_fp8_equals_the_ops(mlp(act=act()), recipe)
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
@@ -157,21 +128,21 @@ def test_equals_the_ops_with_biases(recipe, single, scale_bias, frozen, act):
     for name, t in (*of_bias, *model.named_parameters()):
         if frozen and frozen in name and (frozen != "0." or "bias" in name):
             t.requires_grad_(False)
-    assert_equals_the_ops(model, recipe, given)
+    assert_equals_the_ops(model, given, recipe)
 
 
 @pytest.mark.parametrize("inner", [16, 192, 320])
 def test_equals_the_ops_where_blocks_are_short(inner):
     """No epilogue quantizes the activation then: its backward could not."""
-    assert_equals_the_ops(mlp(inner=inner, act=fz.ScaledSReLU()), BLOCK_FP8)
+    assert_fp8_equals_the_ops(mlp(inner=inner, act=fz.ScaledSReLU()))
     if inner % 64 == 0:
-        assert_equals_the_ops(mlp(inner=inner), BLOCK_FP8)
+        assert_fp8_equals_the_ops(mlp(inner=inner))
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_equals_the_ops_under_autocast(recipe):
     with torch.autocast("cpu", BF16):
-        assert_equals_the_ops(mlp(), recipe)
+        assert_fp8_equals_the_ops(mlp(), recipe)
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
@@ -180,21 +151,13 @@ def test_equals_the_ops_with_weights_that_are_reused(recipe, until_updated):
     model = mlp()
     with fz.reuse_quantized_weights(model, until_updated=until_updated):
         for _ in range(2):
-            assert_equals_the_ops(model, recipe)
+            assert_fp8_equals_the_ops(model, recipe)
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_without_gradients(recipe):
     model = mlp(recipe)
-    given = inputs(model)
-    taken = []
-    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
-        run = fuser_run.run_fast_path
-        patch.setattr(fuser_run, "run_fast_path", lambda *a: taken.append(a) or run(*a))
-        y = call(model, recipe, given)
-    assert len(taken) == 1
-    with torch.no_grad():
-        assert torch.equal(y, call(model, recipe, given, prepared=False))
+    assert_equals_the_ops_without_gradients(model, inputs(model), recipe)
 
 
 @pytest.mark.parametrize(
@@ -204,33 +167,9 @@ def test_without_gradients(recipe):
 def test_gradients_outside_of_autograd(options, use_reentrant):
     model = mlp(**options)
     given = inputs(model)
-
-    def steps(prepared):
-        for t in leaves(model, given):
-            t.grad = None
-        for i, weight in enumerate(model.parameters()):
-            if model[0].accumulate_into_main_grad:
-                weight.main_grad = torch.full_like(weight, 0.5, dtype=torch.float32)
-                weight.grad_added_to_main_grad, weight.overwrite_main_grad = False, i == 0
-        with (
-            assume_target("sm90"),
-            sm90_on_cpu() if prepared else ops_only(),
-            fz.autocast(recipe=BLOCK_FP8),
-        ):
-            for _ in range(2):
-                if use_reentrant is None:
-                    y = model(*given)
-                    assert is_direct(y) == prepared
-                else:
-                    y = checkpoint(model, *given, use_reentrant=use_reentrant)
-                y.backward(torch.ones_like(y))
-            for _ in range(2 * model[0].delay_wgrad_compute):
-                for op in model[::2]:
-                    op.backward_dw()
-        of_weights = [getattr(w, "main_grad", w.grad) for w in model.parameters()]
-        return [given[0].grad, given[2].grad, *of_weights]
-
-    ref.assert_equal(steps(True), steps(False))
+    got, want = [steps(model, given, how, use_reentrant, BLOCK_FP8) for how in (True, False)]
+    ref.assert_equal(got[0], want[0])
+    assert got[1] == want[1]
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
@@ -247,7 +186,7 @@ def test_an_activation_is_freed_when_it_is_quantized(recipe, monkeypatch):
 
     model = with_biases(mlp(bias=True))
     given = inputs(model)
-    with sm90_on_cpu(), assume_target("sm90"), fz.autocast(recipe=recipe):
+    with on_sm90(recipe=recipe):
         monkeypatch.setattr(fp8_fast_path, "launch_quantize", quantized)
         monkeypatch.setattr(fp8_fast_path, "_product", multiply)
         assert is_direct(model(*given))
@@ -264,17 +203,14 @@ def test_nothing_empty_is_saved(recipe, frozen):
         lambda t: (sizes.append(t.numel()), t)[1], lambda t: t
     )
     with hooks:
-        assert is_direct(call(model, recipe, inputs(model)))
+        assert is_direct(call(model, inputs(model), recipe=recipe))
     assert sizes
     assert min(sizes) > 0
 
 
 def test_a_graph_that_is_kept():
     model = mlp()
-    given = inputs(model)
-    y = call(model, BLOCK_FP8, given)
-    first, again = (gradients(model, given, y, retain_graph=keep) for keep in (True, False))
-    ref.assert_equal(first, again)
+    assert_graph_may_be_kept(model, inputs(model), BLOCK_FP8)
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
@@ -290,9 +226,9 @@ def test_saved_tensors_may_come_back_laid_out_otherwise(recipe):
     with torch.autograd.graph.saved_tensors_hooks(
         lambda t: elsewhere(t.detach()) if t.numel() else t, lambda t: t
     ):
-        y = call(model, recipe, given)
+        y = call(model, given, recipe=recipe)
     assert is_direct(y)
-    ref.assert_equal(gradients(model, given, y), both(model, recipe, given, False)[1:])
+    ref.assert_equal(gradients(model, given, y), both(model, given, False, recipe)[1:])
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
@@ -305,7 +241,7 @@ def test_tiles_are_chosen_for_the_rows(recipe, monkeypatch):
 
     monkeypatch.setattr(tiles, "choose", record)
     model = mlp()
-    both(model, recipe, inputs(model), True)
+    both(model, inputs(model), True, recipe)
     groups, padded = len(SIZES), padded_size(ROWS, len(SIZES), 128)
     assert set(chosen) == {
         (False, tiles.rows_bucket(ROWS, groups)), (True, tiles.rows_bucket(padded, groups))
@@ -324,7 +260,7 @@ def test_a_stored_weight_may_begin_anywhere():
             )
             piece.set_(moved.untyped_storage(), 1, piece.shape, piece.stride())
     assert op.weight.pieces()[name].data_ptr() % 16
-    assert_equals_the_ops(model, BLOCK_FP8)
+    assert_fp8_equals_the_ops(model)
 
 
 @pytest.mark.parametrize(
@@ -343,9 +279,9 @@ def test_what_asks_for_more_goes_the_op_s_way(model, change):
     x = change(x)
     splits = torch.tensor(SIZES) * (x.numel() > 0)
     given = x, splits, scales[: x.shape[-2]].expand(x.shape[:-1]), splits
-    got = call(model, BLOCK_FP8, given)
+    got = call(model, given, recipe=BLOCK_FP8)
     assert not is_direct(got)
-    ref.assert_equal([got], [call(model, BLOCK_FP8, given, prepared=False)])
+    ref.assert_equal([got], [call(model, given, False, BLOCK_FP8)])
 
 
 def transposed(model):
@@ -366,9 +302,9 @@ def wrapped(model):
 def test_what_sees_or_holds_more_goes_the_op_s_way():
     model, out = mlp(), torch.empty(ROWS, HIDDEN, dtype=BF16)
     given = inputs(model)
-    want = call(model, BLOCK_FP8, given)
+    want = call(model, given, recipe=BLOCK_FP8)
     assert is_direct(want)
-    with assume_target("sm90"), sm90_on_cpu(), fz.autocast(recipe=BLOCK_FP8):
+    with on_sm90(recipe=BLOCK_FP8):
         with fz.checking():
             checked = model(*given)
         with fz.SavedRowsPool(1 << 20, "cpu"):
@@ -385,7 +321,7 @@ def test_a_recipe_by_op_that_gives_both_linears_one():
     model = mlp()
     given = inputs(model)
     one, other = ByOp({fz.GroupedLinear: BLOCK_FP8}), ByOp({model[0]: BLOCK_FP8})
-    assert is_direct(call(model, one, given))
-    with assume_target("sm90"), sm90_on_cpu(), fz.autocast(recipe=other):
+    assert is_direct(call(model, given, recipe=one))
+    with on_sm90(recipe=other):
         assert not is_direct(model(*given))
         assert "grouped_mlp_sm90_fp8" not in model.plan.fired

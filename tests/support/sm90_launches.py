@@ -22,6 +22,7 @@ from fusible.kernels.grouped import definitions
 from fusible.kernels.quantize import k_major
 from fusible.kernels.quantize.glu_backward import (
     GluBackwardInputs,
+    GluBackwardOptions,
     GluBackwardPieces,
     GluGradients,
     glu_backward_definition,
@@ -188,11 +189,11 @@ def pointer_table(pointers: tuple[int, ...], _: torch.device, tables: list[Tenso
 
 @contextmanager
 def sm90_on_cpu() -> Iterator[list[Spec]]:
-    """Let grouped products of CPU tensors be those of SM90; gives the kernels that were loaded."""
+    """Let grouped products of CPU tensors be those of SM90; gives the products that were loaded."""
     loaded: list[Spec] = []
 
     def load(path, what, gpu):
-        loaded.append(what[0])
+        loaded.extend([spec for spec in what if isinstance(spec, Spec)])
         return load_kernel(path, what, gpu)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -251,10 +252,10 @@ def launch_quantize(
     return operands
 
 
-def launch_glu_backward(inputs: GluBackwardInputs, *args: Any) -> GluGradients:
+def launch_glu_backward(inputs: GluBackwardInputs, options: GluBackwardOptions) -> GluGradients:
     """`glu_backward.launch_glu_backward`, by the definition."""
-    _, fmt, act_format, wanted = args
-    made = GluBackwardPieces(*glu_backward_definition(inputs, *args))
+    _, fmt, act_format, wanted = options
+    made = GluBackwardPieces(*glu_backward_definition(inputs, *options))
     rows = RowsToQuantize(inputs.preact, inputs.ends)
     operands, addresses = k_major.packed_outputs(rows, fmt, wanted.rowwise, wanted.columnwise)
     store_at(addresses, made[:5])

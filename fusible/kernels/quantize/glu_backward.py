@@ -67,7 +67,14 @@ class GluBackwardUses(NamedTuple):
     values: bool
 
 
-_VALUES = GluBackwardUses(activation=False, rowwise=False, columnwise=False, values=True)
+class GluBackwardOptions(NamedTuple):
+    """What stays the same for all inputs; see `quantize_glu_backward`."""
+
+    glu: Glu
+    format: NumberFormat
+    act_format: NumberFormat
+    """Any, where the activation is not wanted."""
+    wanted: GluBackwardUses
 
 
 class GluBackwardPieces(NamedTuple):
@@ -87,16 +94,6 @@ class GluBackwardPieces(NamedTuple):
     act: Tensor
     """The activation for column-wise use, with its scales."""
     act_scale: Tensor
-
-
-class _Into(NamedTuple):
-    """Where launches write: tensors, or addresses."""
-
-    gradient: Sequence[Tensor | int]
-    """`KMajorPieces` of the pre-activation's gradient."""
-    values: Tensor | None
-    activation: Sequence[Tensor | int]
-    """Elements and scales of the column-wise use."""
 
 
 class GluGradients(NamedTuple):
@@ -146,18 +143,13 @@ def quantize_glu_backward(
     wanted = GluBackwardUses(act_format is not None, rowwise, columnwise, values)
     stored_scale = None if preact_scale is None else preact_scale.t()
     inputs = GluBackwardInputs(dy, preact, scales, ends, stored_scale)
-    return glu_gradients(inputs, glu, fmt, act_format or fmt, wanted)
+    return glu_gradients(inputs, GluBackwardOptions(glu, fmt, act_format or fmt, wanted))
 
 
-def glu_gradients(
-    inputs: GluBackwardInputs,
-    glu: Glu,
-    fmt: NumberFormat,
-    act_format: NumberFormat,
-    wanted: GluBackwardUses,
-) -> GluGradients:
-    """`quantize_glu_backward`; ``act_format`` is any where the activation is not wanted."""
-    made = GluBackwardPieces(*glu_backward_pieces(inputs, glu, fmt, act_format, wanted))
+def glu_gradients(inputs: GluBackwardInputs, options: GluBackwardOptions) -> GluGradients:
+    """`quantize_glu_backward` by the op."""
+    _, fmt, act_format, wanted = options
+    made = GluBackwardPieces(*glu_backward_pieces(inputs, *options))
     operands = k_major.as_operands(made[:5], fmt, wanted.rowwise, wanted.columnwise, True)
     act = None
     if wanted.activation:
@@ -206,40 +198,24 @@ def glu_backward_definition(
     return GluBackwardPieces(*pieces, dscales, dpreact, *of_act[2:4])
 
 
-def _outputs(
-    inputs: GluBackwardInputs,
-    glu: Glu,
-    fmt: NumberFormat,
-    act_format: NumberFormat,
-    wanted: GluBackwardUses,
-) -> GluBackwardPieces:
+def _outputs(inputs: GluBackwardInputs, *options: Any) -> GluBackwardPieces:
     """Allocate what the op returns."""
     dy, preact, scales, ends, _ = inputs
+    _, fmt, act_format, wanted = options
     rows = RowsToQuantize(preact, ends)
     pieces = k_major.outputs(rows, fmt, wanted.rowwise, wanted.columnwise)
     dpreact = dy.new_empty(preact.shape if wanted.values else (0,))
     dscales = dy.new_empty(0) if scales is None else torch.empty_like(scales)
-    return GluBackwardPieces(*pieces, dscales, dpreact, *_act_pieces(inputs, act_format, wanted))
+    act = dy.new_empty(0, dtype=act_format.element.dtype), dy.new_empty(0, dtype=torch.float32)
+    if wanted.activation:  # of the shape of `dy`
+        act = k_major.padded_columns(dy, dy.shape[1], dy.shape[0], ends.shape[0], act_format)
+    return GluBackwardPieces(*pieces, dscales, dpreact, *act)
 
 
-def _act_pieces(
-    inputs: GluBackwardInputs, act_format: NumberFormat, wanted: GluBackwardUses
-) -> tuple[Tensor, Tensor]:
-    """Allocate elements and scales of the activation, which has the shape of ``dy``."""
-    dy, ends = inputs.dy, inputs.ends
-    if wanted.activation:
-        return k_major.padded_columns(dy, dy.shape[1], dy.shape[0], ends.shape[0], act_format)
-    return dy.new_empty(0, dtype=act_format.element.dtype), dy.new_empty(0, dtype=torch.float32)
-
-
-def _cuda(
-    inputs: GluBackwardInputs,
-    glu: Glu,
-    fmt: NumberFormat,
-    act_format: NumberFormat,
-    wanted: GluBackwardUses,
-) -> GluBackwardPieces | NotImplementedType:
+def _cuda(inputs: GluBackwardInputs, *constants: Any) -> GluBackwardPieces | NotImplementedType:
     dy, preact, scales, ends, preact_scale = inputs
+    options = GluBackwardOptions(*constants)
+    glu, fmt, act_format, wanted = options
     columns = preact.shape[1]
     rows = RowsToQuantize(dy, ends)  # of the dtype of the gradient that is quantized
     k_major.check(rows, fmt)
@@ -259,102 +235,83 @@ def _cuda(
         return NotImplemented
     scale = None if preact_scale is None else preact_scale.contiguous()
     inputs = GluBackwardInputs(aligned(dy), aligned(preact), scales, ends, scale)
-    made = _outputs(inputs, glu, fmt, act_format, wanted)
+    made = _outputs(inputs, *options)
     values = made.dpreact if wanted.values else None
-    into = _Into(made[:5], values, (made.act, made.act_scale))
-    return made._replace(dscales=_launch(inputs, glu, fmt, act_format, wanted, into))
+    of_act = made.act, made.act_scale
+    return made._replace(dscales=_launch(inputs, options, made[:5], values, of_act))
 
 
-def launch_glu_backward(
-    inputs: GluBackwardInputs,
-    glu: Glu,
-    fmt: NumberFormat,
-    act_format: NumberFormat,
-    wanted: GluBackwardUses,
-) -> GluGradients:
-    """The op by its kernels, of aligned operands that these support, unchecked."""
+def launch_glu_backward(inputs: GluBackwardInputs, options: GluBackwardOptions) -> GluGradients:
+    """`quantize_glu_backward` by its kernels, of aligned operands that these support, unchecked."""
     dy, preact, _, ends, _ = inputs
+    _, fmt, act_format, wanted = options
     rows = RowsToQuantize(preact, ends)
     operands, pieces = k_major.packed_outputs(rows, fmt, wanted.rowwise, wanted.columnwise)
     values = torch.empty_like(preact, dtype=dy.dtype) if wanted.values else None
     uses = False, wanted.activation
     (_, act), of_act = k_major.packed_outputs(RowsToQuantize(dy, ends), act_format, *uses)
-    into = _Into(pieces, values, of_act[2:4])
-    dscales = _launch(inputs, glu, fmt, act_format, wanted, into)
+    dscales = _launch(inputs, options, pieces, values, of_act[2:4])
     return GluGradients(operands, dscales, values, act)
 
 
 def _launch(
     inputs: GluBackwardInputs,
-    glu: Glu,
-    fmt: NumberFormat,
-    act_format: NumberFormat,
-    wanted: GluBackwardUses,
-    into: _Into,
+    options: GluBackwardOptions,
+    gradient: Sequence[Tensor | int],
+    values: Tensor | None,
+    act: Sequence[Tensor | int],
 ) -> Tensor:
-    """Write the results; gives the gradient of the scales."""
-    # The kernel reads quantized pre-activations where a thread block has whole blocks of each side.
-    if not (glu.sides == 1 or _paired(glu, inputs.preact.shape[1])):
-        inputs = inputs.decoded()
-    if fmt.block is not None:
-        return _launch_pass(inputs, glu, fmt, act_format, wanted, into)
-    preact, ends = inputs.preact, inputs.ends
-    amax = preact.new_zeros(len(ends), dtype=torch.int32)
-    values = into.values
-    if values is None:
-        values = torch.empty_like(preact, dtype=inputs.dy.dtype)
-    into = into._replace(values=values)
-    dscales = _launch_pass(inputs, glu, fmt, act_format, _VALUES, into, amax)
-    if wanted.rowwise or wanted.columnwise:
-        uses = wanted.rowwise, wanted.columnwise
-        k_major.launch_pieces(RowsToQuantize(values, ends), fmt, *uses, into.gradient, amax)
-    return dscales
+    """Write the results; gives the gradient of the scales.
 
-
-def _launch_pass(
-    inputs: GluBackwardInputs,
-    glu: Glu,
-    fmt: NumberFormat,
-    act_format: NumberFormat,
-    wanted: GluBackwardUses,
-    into: _Into,
-    amax: Tensor | None = None,
-) -> Tensor:
-    """The kernel; with ``amax`` it finds the groups' largest magnitudes."""
-    dy, preact, scales, ends, preact_scale = inputs
-    rows, columns = preact.shape
+    ``gradient`` are `KMajorPieces` of the pre-activation's gradient, ``act`` elements and scales of
+    the activation's column-wise use: tensors, or addresses.
+    """
+    glu, fmt, _, wanted = options
+    columns = inputs.preact.shape[1]
     stripe, paired = _stripe(glu, columns), _paired(glu, columns)
+    # The kernel reads quantized pre-activations where a thread block has whole blocks of each side.
+    if not (glu.sides == 1 or paired):
+        inputs = inputs.decoded()
+    dy, preact, scales, ends, preact_scale = inputs
+    rows, groups, amax = preact.shape[0], len(ends), None
+    if fmt.block is None:
+        amax = preact.new_zeros(groups, dtype=torch.int32)
+        if values is None:
+            values = torch.empty_like(preact, dtype=dy.dtype)
     blocks = 0 if scales is None else -(-columns // FP8_BLOCK) >> paired
     of_rows = None if scales is None else scales.float().contiguous()
     partials = dy.new_empty(blocks * rows, dtype=torch.float32)
-    which = glu.activation, scales is not None, stripe, paired, preact_scale is not None
-    of_act = act_format if wanted.activation else None
-    constants = _kernel(fmt, of_act, ends.dtype, wanted, *which)
-    sizes = rows, columns, len(ends), padded_size(rows, len(ends), FP8_BLOCK), stripe
-    gradient, values, act = into
+    constants = _kernel(options, columns, ends.dtype, scales is not None, preact_scale is not None)
+    sizes = rows, columns, groups, padded_size(rows, groups, FP8_BLOCK), stripe
     addresses = dy, preact, preact_scale, of_rows, ends, amax, *gradient, partials, values, *act
     launch("quantize.glu_backward.quantize", constants, dy.device, *addresses, *sizes, *glu[2:])
-    return partials if scales is None else launch_tile_sums(partials, rows, scales.dtype)
+    dscales = partials if scales is None else launch_tile_sums(partials, rows, scales.dtype)
+    if values is not None and amax is not None and (wanted.rowwise or wanted.columnwise):
+        uses = wanted.rowwise, wanted.columnwise
+        k_major.launch_pieces(RowsToQuantize(values, ends), fmt, *uses, gradient, amax)
+    return dscales
 
 
 @lru_cache(maxsize=1024)
 def _kernel(
-    fmt: NumberFormat,
-    act_format: NumberFormat | None,
+    options: GluBackwardOptions,
+    columns: int,
     ends: torch.dtype,
-    wanted: GluBackwardUses,
-    activation: str,
     scaled: bool,
-    stripe: int,
-    paired: bool,
     quantized_preact: bool,
 ) -> tuple[GluBackwardSpec]:
+    """The kernel's constant; where a scale covers a whole group it writes high precision only."""
+    glu, fmt, act_format, wanted = options
+    if fmt.block is None:
+        wanted = GluBackwardUses(False, False, False, values=True)
     wide, dtype = ends == torch.int64, PTX_NAMES[torch.bfloat16]
     uses = wanted.rowwise, wanted.columnwise
     quantize = QuantizeSpec(fmt, dtype, True, wide, *uses, k_major=True)
+    stripe = _stripe(glu, columns)
     narrow = stripe if stripe < _THREAD_COLUMNS else 0
-    options = scaled, narrow, wanted.values, paired, act_format, quantized_preact
-    return (GluBackwardSpec(quantize, activation, *options),)
+    of_act = act_format if wanted.activation else None
+    more = wanted.values, _paired(glu, columns), of_act, quantized_preact
+    return (GluBackwardSpec(quantize, glu.activation, scaled, narrow, *more),)
 
 
 glu_backward_pieces = define(

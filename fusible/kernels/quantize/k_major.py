@@ -246,22 +246,19 @@ def as_operands(
 ) -> KMajorOperands:
     """The operands from the tensors of the op."""
     row_data, row_scale, column_data, column_scale, padded_ends = pieces
-    row = column = None
     if _pads_groups(fmt, grouped):
-        if rowwise:
-            row = row_matrix(row_data, row_scale, fmt)
-        if columnwise:
-            ends = padded_ends if grouped else None
-            column = column_matrix(column_data, column_scale, ends, fmt)
-        return KMajorOperands(row, column)
+        ends = padded_ends if grouped else None
+        return KMajorOperands(
+            row_matrix(row_data, row_scale, fmt) if rowwise else None,
+            column_matrix(column_data, column_scale, ends, fmt) if columnwise else None,
+        )
     if fmt.block is None and (rowwise or columnwise):
         columns = row_data.shape[-1] if rowwise else column_data.shape[-2]
         row_scale = _for_blocks(row_scale[..., ::FP8_BLOCK], columns)
-    if rowwise:
-        row = ScaledMatrix(row_data, row_scale)
-    if columnwise:
-        column = ScaledMatrix(column_data, row_scale.mT)
-    return KMajorOperands(row, column)
+    return KMajorOperands(
+        ScaledMatrix(row_data, row_scale) if rowwise else None,
+        ScaledMatrix(column_data, row_scale.mT) if columnwise else None,
+    )
 
 
 def _for_blocks(scale: Tensor, columns: int) -> Tensor:
@@ -377,15 +374,12 @@ def outputs(
     """Allocate what the op returns."""
     x, ends, _ = source
     *lead, _, columns = x.shape
-    rows = source.rows
-    blocks = (columns + FP8_BLOCK - 1) // FP8_BLOCK
-    nothing = (0,)
-    row_scale: Sequence[int] = (*lead, (rows + FP8_BLOCK - 1) // FP8_BLOCK, blocks)
-    if fmt.block is None:
-        row_scale = (*lead, rows)
-    pads = _pads_groups(fmt, ends is not None)
-    if pads:
-        row_scale = ((blocks, rows) if fmt.directional else row_scale) if rowwise else nothing
+    rows, pads, nothing = source.rows, _pads_groups(fmt, ends is not None), (0,)
+    row_scale: Sequence[int] = (*lead, rows)
+    if fmt.block is not None:
+        blocks = (columns + FP8_BLOCK - 1) // FP8_BLOCK
+        of_matrix = (*lead, (rows + FP8_BLOCK - 1) // FP8_BLOCK, blocks)
+        row_scale = (blocks, rows) if fmt.directional else of_matrix
     # Sizes one by one: PyTorch parses a tuple more slowly.
     new, element = x.new_empty, fmt.element.dtype
     column: tuple[Tensor, ...]
@@ -396,7 +390,7 @@ def outputs(
         column = new(*size, dtype=element), new(0, dtype=torch.float32)
     return (
         new(*((*lead, rows, columns) if rowwise else nothing), dtype=element),
-        new(*row_scale, dtype=torch.float32),
+        new(*(nothing if pads and not rowwise else row_scale), dtype=torch.float32),
         *column,
         new(0 if ends is None else ends.shape[0], dtype=torch.int32),
     )
