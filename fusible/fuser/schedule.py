@@ -130,7 +130,7 @@ def schedule_steps(
         if is_users and direction == "forward":
             run = UserForward(run, op, plan, wiring, start, stop)
         elif is_users:
-            run = user_backward(run, type(op).__name__, sources)
+            run = partial(user_backward, run, type(op).__name__, sources)
         scheduled.append(
             ScheduledStep(
                 op,

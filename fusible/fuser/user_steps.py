@@ -76,10 +76,6 @@ class UserForward:
     ) -> Any:
         """The output and the extra outputs; TypeError or RuntimeError for anything else."""
         returned = self._run(contexts, *_requiring_grad(contexts, x, inputs))
-        self._check(returned, contexts)
-        return returned
-
-    def _check(self, returned: Any, contexts: Sequence[OperationContext]) -> None:
         name = type(self._op).__name__
         if not _is_tuple(returned, 2) or not isinstance(returned[0], Tensor):
             raise TypeError(
@@ -109,6 +105,7 @@ class UserForward:
                         f"({type(self._op.basic_ops[i]).__name__}), which is needed outside it, "
                         "got None"
                     )
+        return returned
 
 
 def _derived_dtype(plan: Plan, stop: int) -> torch.dtype | None:
@@ -159,37 +156,25 @@ def _requiring_grad(
 
 
 def user_backward(
-    run: Callable[..., Any], name: str, sources: Sequence[Sequence[Output]]
-) -> Callable[..., Any]:
-    """The backward ``run`` of a user's op, which checks what it returns.
-
-    ``sources`` are those of its extra inputs.
-    """
-
-    def backward(
-        contexts: Sequence[OperationContext], grad: Tensor, grad_extra: Sequence[Tensors]
-    ) -> Any:
-        returned = run(contexts, grad, grad_extra)
-        _check_grads(name, sources, returned, contexts)
-        return returned
-
-    return backward
-
-
-def _check_grads(
+    run: Callable[..., Any],
     name: str,
     sources: Sequence[Sequence[Output]],
-    returned: Any,
     contexts: Sequence[OperationContext],
-) -> None:
-    """Refuse what is not the gradients of an op's input, parameters and extra inputs."""
+    grad: Tensor,
+    grad_extra: Sequence[Tensors],
+) -> Any:
+    """What ``run``, the backward of a user's op, returns: gradients, or it is refused.
+
+    ``sources`` are those of the op's extra inputs.
+    """
+    returned = run(contexts, grad, grad_extra)
     if not _is_tuple(returned, 3):
         raise TypeError(
             f"the backward of {name} must return the gradient of its input, and for "
             "each basic op those of its parameters and of its extra inputs, got "
             f"{kind_of(returned)}"
         )
-    grad, params, extra = returned
+    dx, params, extra = returned
     needs = [context.needs for context in contexts]
     wanted = [len(n.params) for n in needs], [len(n.extra_inputs) for n in needs]
     got = list(map(len, params)), list(map(len, extra))
@@ -199,12 +184,12 @@ def _check_grads(
             "for each basic op's parameters and extra inputs, numbering "
             f"{wanted[0]} and {wanted[1]}, got {got[0]} and {got[1]}"
         )
-    if isinstance(grad, Tensor) and not torch.compiler.is_compiling():
+    if isinstance(dx, Tensor) and not torch.compiler.is_compiling():
         shape = contexts[0].forward.grad_input_shape
-        if shape not in (None, grad.shape):
+        if shape not in (None, dx.shape):
             raise RuntimeError(
                 f"the backward of {name} must return a gradient of the shape of its input, "
-                f"{tuple(shape)}, got {tuple(grad.shape)}"
+                f"{tuple(shape)}, got {tuple(dx.shape)}"
             )
     for context, of_params, of_extra, of_op in zip(contexts, params, extra, sources, strict=True):
         for i, shape in enumerate(context.forward.param_shapes):
@@ -222,6 +207,7 @@ def _check_grads(
                     "run made, got None; read ctx.needs, not requires_grad of the tensors, and "
                     "return zeros where nothing flows back"
                 )
+    return returned
 
 
 def _sums_to(shape: torch.Size, target: torch.Size) -> bool:

@@ -37,7 +37,7 @@ class Activation(CastingOp):
     activation_recompute_in_mlp: bool = False
     saves = "x"
 
-    def __init__(self, *, cache_quantized_input: bool = False) -> None:
+    def __init__(self, cache_quantized_input: bool = False) -> None:
         check_bools(type(self).__name__, cache_quantized_input=cache_quantized_input)
         super().__init__()
         self.cache_quantized_input = cache_quantized_input
@@ -115,9 +115,6 @@ def _as_rows(x: Tensor) -> Tensor:
 
 class _Unscaled(Activation):
     """An op of one input without parameters; all else as in :class:`GELU`."""
-
-    def __init__(self, cache_quantized_input: bool = False) -> None:
-        super().__init__(cache_quantized_input=cache_quantized_input)
 
     def forward_impl(self, ctx: OperationContext, input_: Tensor) -> Tensor:
         """The activation."""

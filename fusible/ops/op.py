@@ -236,11 +236,9 @@ class FusibleOperation(ModuleState, PatchesCounted):
 
     @constant_when_traced
     def _trace_capture(self) -> None:
-        if self._run is None:
-            self._run = _alone(self)
-        for other in _operations.others([type(self)], self):
-            if other._run is None and channels(other.basic_ops) == channels(self.basic_ops):
-                other._run = _alone(other)
+        for op in (self, *_operations.others([type(self)], self)):
+            if op._run is None and channels(op.basic_ops) == channels(self.basic_ops):
+                op._run = _alone(op)
 
     @property
     def plan(self) -> Plan | None:

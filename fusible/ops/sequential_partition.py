@@ -11,7 +11,6 @@ from torch import nn
 from fusible.fuser.partition import Part, Partition, partition_at
 from fusible.fuser.plan import NotFused
 from fusible.fuser.registry import registry
-from fusible.fuser.rules import Rule
 from fusible.fuser.run import Run
 from fusible.fuser.wiring import Output, Wiring, wire
 
@@ -65,9 +64,10 @@ def partition_of(
         number: int, at: slice, own: Wiring, needed: Sequence[Output]
     ) -> tuple[dict[str, Any], Sequence[Output] | None]:
         first, *_ = groups[number]
-        call, partition = _call(first, own, ops[at], rules)
-        nested = bool(first.inside)
-        fields = {"call": call, "partition": partition, "why": first.why, "nested": nested}
+        fields: dict[str, Any] = {"why": first.why, "nested": bool(first.inside)}
+        fields["call"] = Run(ops[at], rules, own) if first.why is None else first.module
+        if first.inside and not _is_wired_alone(ops[at], own):
+            fields["partition"] = partition_of(first.inside, first.require, own)
         return fields, _outputs(first, needed, ops, at.start)
 
     partition = partition_at(ops, wiring, stops, make)
@@ -93,17 +93,6 @@ def _groups(members: Sequence[Member]) -> Iterator[list[Member]]:
             yield list(group)
         else:
             yield from ([member] for member in group)
-
-
-def _call(
-    member: Member, wiring: Wiring, ops: tuple[Any, ...], rules: Sequence[Rule]
-) -> tuple[Run | nn.Module, Partition | None]:
-    """The callable of a part that starts with ``member``, and the partition for its call."""
-    if member.why is None:
-        return Run(ops, rules, wiring), None
-    if member.inside and not _is_wired_alone(ops, wiring):
-        return member.module, partition_of(member.inside, member.require, wiring)
-    return member.module, None
 
 
 def _outputs(

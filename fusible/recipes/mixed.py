@@ -149,7 +149,10 @@ class ByOp(Recipe):
         )
         object.__setattr__(self, "recipes", given)
         numbered = [
-            (key if isinstance(key, type) else _number_of(key), recipe and recipe.as_constants())
+            (
+                key if isinstance(key, type) else _numbers.setdefault(key, str(next(_next_number))),
+                recipe and recipe.as_constants(),
+            )
             for key, recipe in recipes.items()
         ]
         object.__setattr__(self, "_constants", (ByOp, *numbered))
@@ -186,12 +189,6 @@ class ByOp(Recipe):
 _numbers: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 """Of modules that are keys of mappings; as words, which compiled code never takes for variables."""
 _next_number = itertools.count()
-
-
-def _number_of(module: nn.Module) -> str:
-    if module not in _numbers:
-        _numbers[module] = str(next(_next_number))
-    return _numbers[module]
 
 
 def check_recipes(function: str, enabled: object, recipe: object) -> Recipe:

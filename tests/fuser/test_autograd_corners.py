@@ -1,6 +1,7 @@
 """Where a fuser's autograd meets the rest of PyTorch."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import reference as ref
@@ -438,28 +439,18 @@ def test_recipe_scopes():
 def test_threads_have_their_own_recipes():
     """Two threads, one module, two recipes: each plans and runs under its own."""
     mlp, inputs, _, y, _ = case()
-    barrier, seen, failures = threading.Barrier(2), {}, []
+    barrier = threading.Barrier(2)
 
     def work(recipe):
-        try:
-            with fz.autocast(recipe=recipe):
-                for _ in range(20):
-                    barrier.wait(timeout=30)
-                    with torch.no_grad():
-                        assert_exact([mlp(*inputs)], [y])
-                    assert recipes.current_recipe() == recipe
-            seen[recipe] = True
-        except Exception as error:
-            failures.append(error)
-            barrier.abort()
+        with fz.autocast(recipe=recipe):
+            for _ in range(20):
+                barrier.wait(timeout=30)
+                with torch.no_grad():
+                    assert_exact([mlp(*inputs)], [y])
+                assert recipes.current_recipe() == recipe
 
-    threads = [threading.Thread(target=work, args=(ref.Rows(block),)) for block in (16, 64)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
-    assert set(seen) == {ref.Rows(16), ref.Rows(64)}
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(work, (ref.Rows(16), ref.Rows(64))))
     (run,) = mlp.parts()
     assert {key[0] for key in run._schedules} == {ref.Rows(16), ref.Rows(64)}
 
@@ -467,9 +458,8 @@ def test_threads_have_their_own_recipes():
 def test_backward_in_another_thread():
     mlp, inputs, dy, _, exact = case()
     out = mlp(*inputs)
-    thread = threading.Thread(target=out.backward, args=(dy,))
-    thread.start()
-    thread.join()
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(out.backward, dy).result()
     assert_exact(ref.take_grads(*tensors_of(mlp, inputs)), exact)
 
 

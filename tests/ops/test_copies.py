@@ -2,8 +2,8 @@
 
 import copy
 import gc
-import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import reference as ref
@@ -103,17 +103,12 @@ def test_replicas_in_threads(what):
     x = torch.randn(5, 8)
     others = [randomized(MAKERS[what]()) for _ in range(4)]
     replicas = [replicate(module, dict(other.named_parameters())) for other in others]
-    found = [None] * len(replicas)
 
-    def call(i):
-        for _ in range(3):
-            found[i] = output(replicas[i], x)
+    def call(replica):
+        return [output(replica, x) for _ in range(3)][-1]
 
-    threads = [threading.Thread(target=call, args=(i,)) for i in range(len(replicas))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(replicas)) as threads:
+        found = list(threads.map(call, replicas))
     torch.testing.assert_close(found, [output(other, x) for other in others])
 
 

@@ -32,41 +32,35 @@ def equal(got, want):
 # --- cases: each is run by both processes ---------------------------------------------------------
 
 
-def all_reduce(rank):
-    everyone, x = of_all(rank, 3, 4)
-    y = fz.AllReduce()(x)
-    dy = torch.arange(12.0).view(3, 4)
-    y.backward(dy)
-    equal(y, everyone.sum(0))
-    equal(x.grad, dy)
-    assert torch.equal(x.detach(), everyone[rank])  # not summed where it lies
+def collective(make, rows, forward, backward):
+    """Its output from all processes' inputs, and its gradient from those of their outputs."""
+
+    def case(rank):
+        everyone, x = of_all(rank, rows, 4)
+        y = make()(x)
+        dys, dy = of_all(rank, *y.shape)
+        y.backward(dy.detach())
+        equal(y, forward(everyone, rank))
+        equal(x.grad, backward(dys, rank))
+        assert torch.equal(x.detach(), everyone[rank])  # nothing is written where it lies
+
+    return case
 
 
-def all_reduce_grad(rank):
-    _, x = of_all(rank, 3, 4)
-    dys, _ = of_all(rank, 3, 4)
-    y = fz.AllReduceGrad()(x)
-    y.backward(dys[rank])
-    equal(y, x)
-    equal(x.grad, dys.sum(0))
+def own(t, rank):
+    return t[rank]
 
 
-def all_gather(rank):
-    everyone, x = of_all(rank, 3, 4)
-    dys, _ = of_all(rank, 6, 4)
-    y = fz.AllGather()(x)
-    y.backward(dys[rank])
-    equal(y, everyone.flatten(0, 1))
-    equal(x.grad, part(dys.sum(0), rank, 0))
+def summed(t, rank):
+    return t.sum(0)
 
 
-def reduce_scatter(rank):
-    everyone, x = of_all(rank, 6, 4)
-    dys, _ = of_all(rank, 3, 4)
-    y = fz.ReduceScatter()(x)
-    y.backward(dys[rank])
-    equal(y, part(everyone.sum(0), rank, 0))
-    equal(x.grad, dys.flatten(0, 1))
+def joined(t, rank):
+    return t.flatten(0, 1)
+
+
+def own_part_summed(t, rank):
+    return part(t.sum(0), rank, 0)
 
 
 def transposed_gradients_and_inputs(rank):
@@ -132,21 +126,17 @@ def parallel(mode, sequence, bias, dtype):
         }
         mine.load_state_dict(state)
 
-        def of_input(t):
-            if mode == "row":
+        def of_mine(t, cut):
+            """What it has of a tensor whose features are divided in the mode ``cut``."""
+            if mode == cut:
                 return part(t, rank, -1)
             return part(t, rank, 0) if sequence else t
 
-        def of_output(t):
-            if mode == "column":
-                return part(t, rank, -1)
-            return part(t, rank, 0) if sequence else t
-
-        x = of_input(x).clone().requires_grad_()
+        x = of_mine(x, "row").clone().requires_grad_()
         y = mine(x)
-        y.backward(of_output(dy))
-        ref.assert_accurate(y.detach(), of_output(whole(exact_x)).detach(), 6)
-        ref.assert_accurate(x.grad, of_input(exact_x.grad), 6)
+        y.backward(of_mine(dy, "column"))
+        ref.assert_accurate(y.detach(), of_mine(whole(exact_x), "column").detach(), 6)
+        ref.assert_accurate(x.grad, of_mine(exact_x.grad, "row"), 6)
         for name, p in mine.named_parameters():
             grad = getattr(whole, name).grad
             exact = part(grad, rank, shares[name]) if name in shares else grad
@@ -230,28 +220,33 @@ def compiled(rank):
         equal(a, b)
 
 
-CASES = {
-    f.__name__: f
-    for f in (
-        all_reduce,
-        all_reduce_grad,
-        all_gather,
-        reduce_scatter,
-        transposed_gradients_and_inputs,
-        a_group_of_one_process,
-        rows_that_cannot_be_divided,
-        a_parallel_mlp_trains_as_the_whole_one,
-        parallel_under_a_recipe,
-        explained_without_communicating,
-        compiled,
-    )
-} | {
-    f"{mode}, sequence={sequence}, bias={bias}, {dtype}": parallel(mode, sequence, bias, dtype)
-    for mode in ("column", "row")
-    for sequence in (False, True)
-    for bias in (False, True)
-    for dtype in (torch.float32, torch.bfloat16)
-}
+CASES = (
+    {
+        "all_reduce": collective(fz.AllReduce, 3, summed, own),
+        "all_reduce_grad": collective(fz.AllReduceGrad, 3, own, summed),
+        "all_gather": collective(fz.AllGather, 3, joined, own_part_summed),
+        "reduce_scatter": collective(fz.ReduceScatter, 6, own_part_summed, joined),
+    }
+    | {
+        f.__name__: f
+        for f in (
+            transposed_gradients_and_inputs,
+            a_group_of_one_process,
+            rows_that_cannot_be_divided,
+            a_parallel_mlp_trains_as_the_whole_one,
+            parallel_under_a_recipe,
+            explained_without_communicating,
+            compiled,
+        )
+    }
+    | {
+        f"{mode}, sequence={sequence}, bias={bias}, {dtype}": parallel(mode, sequence, bias, dtype)
+        for mode in ("column", "row")
+        for sequence in (False, True)
+        for bias in (False, True)
+        for dtype in (torch.float32, torch.bfloat16)
+    }
+)
 
 
 def run_cases(rank, folder):

@@ -2,7 +2,7 @@
 
 import copy
 import io
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import reference as ref
@@ -45,8 +45,14 @@ def close(got, want, units=4):
     torch.testing.assert_close(got.float(), want.float(), rtol=0, atol=max(bound, 1e-30))
 
 
-def all_grads(module, *inputs):
-    return [t.grad for t in (*inputs, *module.parameters())]
+def trained(module, recipe, *inputs):
+    """The output of a step, and the gradients of its inputs that need one and of parameters."""
+    leaves = [t for t in (*inputs, *module.parameters()) if t.requires_grad]
+    for leaf in leaves:
+        leaf.grad = None
+    y = run(module, recipe, *inputs)
+    y.square().sum().backward()
+    return [y, *[leaf.grad for leaf in leaves]]
 
 
 def uses_of(func, args):
@@ -133,16 +139,13 @@ def test_a_block_of_ops_trains_close_to_high_precision(recipe):
         fz.ScaledSwiGLU(),
         fz.GroupedLinear(4, 128, 128, single_grouped_weight=True, bias=False),
     )
-    splits = torch.tensor(SIZES)
-    grads = []
+    x, splits = torch.randn(70, 128, requires_grad=True), torch.tensor(SIZES)
+    results = []
     for used in (None, recipe):
-        x = torch.randn(70, 128, generator=torch.Generator().manual_seed(1)).requires_grad_()
-        mlp.zero_grad()
-        run(mlp, used, x, splits, torch.ones(70), splits).square().sum().backward()
+        results.append(trained(mlp, used, x, splits, torch.ones(70), splits))
         assert mlp.plan.recipe == used
-        grads.append(all_grads(mlp, x))
     bound = 0.45 if recipe.name == "nvfp4" else 0.12
-    for got, want in zip(grads[1], grads[0], strict=True):
+    for got, want in zip(results[1][1:], results[0][1:], strict=True):
         assert 0 < float((got - want).norm() / want.norm()) < bound
 
 
@@ -207,19 +210,12 @@ def test_activations_are_saved_quantized_and_for_one_use():
 
 
 def test_saved_operands_can_be_moved_away():
-    grads = []
-    for offload in (False, True):
-        linear = fz.Linear(64, 32)
-        linear.load_state_dict({"weight": torch.ones(32, 64).cumsum(0), "bias": torch.ones(32)})
-        x = torch.linspace(-1, 1, 64 * 8).view(8, 64).requires_grad_()
-        if offload:
-            with save_on_cpu():
-                y = run(linear, MX, x)
-        else:
-            y = run(linear, MX, x)
-        y.square().sum().backward()
-        grads.append(all_grads(linear, x))
-    ref.assert_equal(*grads)
+    linear = fz.Linear(64, 32)
+    linear.load_state_dict({"weight": torch.ones(32, 64).cumsum(0), "bias": torch.ones(32)})
+    x = torch.linspace(-1, 1, 64 * 8).view(8, 64).requires_grad_()
+    with save_on_cpu():
+        moved = trained(linear, MX, x)
+    ref.assert_equal(moved, trained(linear, MX, x))
 
 
 @pytest.mark.parametrize("grouped", [False, True])
@@ -383,12 +379,7 @@ def test_weights_stored_quantized_compute_what_weights_quantized_on_the_way_do(r
         4 if kind == "separate" else 1
     )
     inputs = inputs_of(kind)
-    results = []
-    for module in (stored, plain):
-        y = run(module, recipe, *inputs)
-        y.square().sum().backward()
-        results.append([y, *all_grads(module, inputs[0])])
-        inputs[0].grad = None
+    results = [trained(module, recipe, *inputs) for module in (stored, plain)]
     for a, b in zip(*results, strict=True):
         close(a, b)
         assert a.dtype == torch.float32
@@ -431,21 +422,8 @@ def test_stored_weights_work_without_a_recipe_and_under_another(kind):
         for mine, theirs in zip(plain.parameters(), op.parameters(), strict=True):
             mine.copy_(theirs.dequantize() if isinstance(theirs, fz.QuantizedTensor) else theirs)
     inputs = inputs_of(kind)
-    results = []
-    for module in (op, plain):
-        y = module(*inputs)
-        y.square().sum().backward()
-        results.append([y, *all_grads(module, inputs[0])])
-        inputs[0].grad = None
-    ref.assert_equal(*results)
-    results = []
-    for module in (op, plain):  # whose values another recipe quantizes again
-        module.zero_grad()
-        y = run(module, NV, *inputs)
-        y.square().sum().backward()
-        results.append([y, *all_grads(module, inputs[0])])
-        inputs[0].grad = None
-    ref.assert_equal(*results)
+    for recipe in (None, NV):  # whose values another recipe quantizes again
+        ref.assert_equal(*[trained(module, recipe, *inputs) for module in (op, plain)])
 
 
 # --- quantized tensors as inputs -----------------------------------------------------------------
@@ -455,27 +433,16 @@ def test_stored_weights_work_without_a_recipe_and_under_another(kind):
 def test_quantized_inputs_give_what_the_ops_quantize_themselves(recipe):
     linear, x = fz.Linear(128, 128), torch.randn(64, 128)
     given = recipes.Quantizer(recipe.format("input"))(x)
-    results = []
-    for value in (x, given):
-        linear.zero_grad()
-        y = run(linear, recipe, value)
-        y.square().sum().backward()
-        results.append([y, *all_grads(linear)])
-    ref.assert_equal(*results)
+    ref.assert_equal(trained(linear, recipe, given), trained(linear, recipe, x))
 
 
 @each_recipe
 def test_grouped_inputs_give_what_the_op_quantizes_itself(recipe):
     op, x, splits = fz.GroupedLinear(4, 128, 128), torch.randn(70, 128), torch.tensor(SIZES)
     quantizer = recipes.Quantizer(recipe.format("input"))
-    results = []
-    for value in (x, recipes.group_quantize(x, quantizer, 4, splits), recipes.group(x, 4, splits)):
-        op.zero_grad()
-        y = run(op, recipe, value, splits)
-        y.square().sum().backward()
-        results.append([y, *all_grads(op)])
-    for other in results[1:]:
-        ref.assert_equal(results[0], other)
+    want = trained(op, recipe, x, splits)
+    for value in (recipes.group_quantize(x, quantizer, 4, splits), recipes.group(x, 4, splits)):
+        ref.assert_equal(trained(op, recipe, value, splits), want)
 
 
 @each_recipe
@@ -568,14 +535,8 @@ def test_quantize_hands_over_what_its_neighbours_would_have_made(recipe):
     first, second = fz.BasicLinear(128, 128), fz.BasicLinear(128, 128)
     plain = fz.Sequential(first, second)
     explicit = fz.Sequential(first, fz.Quantize(forward=True, backward=True), second)
-    results = []
-    for module in (plain, explicit):
-        x = torch.randn(64, 128, generator=torch.Generator().manual_seed(1)).requires_grad_()
-        module.zero_grad()
-        y = run(module, recipe, x)
-        y.square().sum().backward()
-        results.append([y, *all_grads(module, x)])
-    ref.assert_equal(*results)
+    x = torch.randn(64, 128, requires_grad=True)
+    ref.assert_equal(trained(explicit, recipe, x), trained(plain, recipe, x))
     assert torch.equal(explicit(x), plain(x))  # without a recipe it is the identity
 
 
@@ -586,14 +547,9 @@ def test_quantize_hands_over_groups(recipe):
     explicit = fz.Sequential(
         fz.Quantize(num_groups=4), first, fz.Quantize(True, True, num_groups=4), second
     )
-    splits, results = torch.tensor(SIZES), []
-    for module, extra in ((plain, 2), (explicit, 4)):
-        x = torch.randn(70, 128, generator=torch.Generator().manual_seed(1)).requires_grad_()
-        module.zero_grad()
-        y = run(module, recipe, x, *[splits] * extra)
-        y.square().sum().backward()
-        results.append([y, *all_grads(module, x)])
-    ref.assert_equal(*results)
+    x, splits = torch.randn(70, 128, requires_grad=True), torch.tensor(SIZES)
+    want = trained(plain, recipe, x, splits, splits)
+    ref.assert_equal(trained(explicit, recipe, x, *[splits] * 4), want)
     assert torch.equal(explicit(x, *[splits] * 4), plain(x, splits, splits))  # without a recipe
 
 
@@ -667,12 +623,11 @@ def test_a_checkpoint_repeats_the_forward_under_its_recipe(kind, reentrant, thre
                 y.square().sum().backward()
 
         if thread:
-            worker = threading.Thread(target=backward)
-            worker.start()
-            worker.join()
+            with ThreadPoolExecutor(1) as threads:
+                threads.submit(backward).result()
         else:
             backward()
-        grads.append(all_grads(module, inputs[0]))
+        grads.append([t.grad for t in (inputs[0], *module.parameters())])
     assert module.plan.recipe == NV
     ref.assert_equal(*grads)
 
@@ -743,14 +698,8 @@ def test_compiled_blocks_equal_eager_ones(recipe, stored, dynamic, fresh_compile
             extra += [scales, splits]
     mlp = fz.Sequential(*ops)
     compiled = torch.compile(mlp, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-    results = []
-    for module in (mlp, compiled):
-        mlp.zero_grad()
-        x = torch.randn(70, 128, generator=torch.Generator().manual_seed(1)).requires_grad_()
-        y = run(module, recipe, x, *extra)
-        y.square().sum().backward()
-        results.append([y, *all_grads(mlp, x)])
-    ref.assert_equal(*results)
+    x = torch.randn(70, 128, requires_grad=True)
+    ref.assert_equal(trained(compiled, recipe, x, *extra), trained(mlp, recipe, x, *extra))
 
 
 def test_compiled_code_follows_the_recipe(fresh_compiler):
@@ -776,12 +725,7 @@ def test_compiled_code_takes_quantized_tensors(dynamic, fresh_compiler):
     again = torch.compile(quantizer, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     assert torch.equal(again(quantizer(x)).dequantize(), quantizer(x).dequantize())
     for value in (x, quantizer(x)):
-        grads = []
-        for module in (linear, compiled):
-            linear.zero_grad()
-            run(module, MX, value).square().sum().backward()
-            grads.append(linear.weight.grad)
-        assert torch.equal(*grads)
+        ref.assert_equal(*[trained(module, MX, value) for module in (linear, compiled)])
 
 
 def test_compiled_code_ignores_the_scope(fresh_compiler):
@@ -798,19 +742,13 @@ def test_compiled_code_ignores_the_scope(fresh_compiler):
 def test_threads_have_recipes_of_their_own():
     linear, x = fz.Linear(32, 32), torch.randn(32, 32)
     want = {recipe: run(linear, recipe, x) for recipe in (None, MX, NV)}
-    wrong = []
 
     def work(recipe):
         for _ in range(20):
-            if not torch.equal(run(linear, recipe, x), want[recipe]):
-                wrong.append(recipe)
+            assert torch.equal(run(linear, recipe, x), want[recipe])
 
-    threads = [threading.Thread(target=work, args=(recipe,)) for recipe in want]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(len(want)) as threads:
+        list(threads.map(work, want))
 
 
 def test_explain_says_which_formats_the_products_have():

@@ -1,6 +1,6 @@
 """Recipes, their scopes, checkpointing, and the quantized product."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
 
 import pytest
@@ -247,10 +247,9 @@ def test_autocast_is_of_the_thread():
     seen = []
     with recipes.autocast(recipe=MX):
         bound = recipes.keep_recipe(lambda: seen.append(recipes.current_recipe()))
-        for target in (lambda: seen.append(recipes.current_recipe()), bound):
-            thread = threading.Thread(target=target)
-            thread.start()
-            thread.join()
+        with ThreadPoolExecutor(1) as threads:
+            for target in (lambda: seen.append(recipes.current_recipe()), bound):
+                threads.submit(target).result()
     assert seen == [None, MX]
 
 
@@ -264,9 +263,8 @@ def test_one_autocast_is_entered_again():
             assert recipes.current_recipe() == MX
         assert recipes.current_recipe() is None
     with scope:
-        thread = threading.Thread(target=scope(lambda: seen.append(recipes.current_recipe())))
-        thread.start()
-        thread.join()
+        with ThreadPoolExecutor(1) as threads:
+            threads.submit(scope(lambda: seen.append(recipes.current_recipe()))).result()
         assert seen == [recipes.current_recipe()] == [MX]
     assert recipes.current_recipe() is None
 
@@ -397,9 +395,8 @@ def gradient(model, call, recipe, *, backward_scope=None, thread=False):
             y.sum().backward()
 
     if thread:
-        worker = threading.Thread(target=backward)
-        worker.start()
-        worker.join()
+        with ThreadPoolExecutor(1) as threads:
+            threads.submit(backward).result()
     else:
         backward()
     return x.grad

@@ -2,8 +2,8 @@
 
 import copy
 import gc
-import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import reference as ref
@@ -361,24 +361,20 @@ def test_scopes_inside_share_what_is_kept_and_steps_count_until_the_last_ends():
 def test_threads_of_several_recipes_read_their_own_operands():
     op, x = linear(), torch.randn(48, 32)
     want = {recipe: output(op, x, recipe) for recipe in (MX, BLOCK, CURRENT)}
-    wrong = []
 
     def work(recipe):
         for _ in range(50):
-            if not torch.equal(output(op, x, recipe), want[recipe]):
-                wrong.append(recipe)
+            assert torch.equal(output(op, x, recipe), want[recipe])
             if recipe is MX:
                 with torch.no_grad():
                     op.bias.add_(0)  # any version
                     op.weight.mul_(1)
 
-    with fz.reuse_quantized_weights(op, until_updated=True):
-        threads = [threading.Thread(target=work, args=(recipe,)) for recipe in want]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert not wrong
+    with (
+        fz.reuse_quantized_weights(op, until_updated=True),
+        ThreadPoolExecutor(len(want)) as threads,
+    ):
+        list(threads.map(work, want))
 
 
 @pytest.mark.filterwarnings("ignore")
