@@ -11,7 +11,7 @@ FP32 and give BF16.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from fusible.kernels import grouped
 from fusible.kernels.quantize.glu_backward import quantize_glu_backward, writes_activation
 from fusible.kernels.quantize.k_major import (
     KMajorOperands,
+    RowsToQuantize,
     ScaledMatrix,
     quantize_k_major,
     row_operand,
@@ -121,7 +122,7 @@ class Sm90Fp8Kernels(GroupedKernels):
         operands = _quantized(x, call, role, rowwise=rowwise, columnwise=columnwise and not later)
         column: Any = operands.column
         if role == "input":
-            column = _RowsToGather(x.source, x.index) if later else _as_it_lies(column)
+            column = RowsToQuantize(x.source, None, x.index) if later else _as_it_lies(column)
         return GroupedOperand(operands.row or row, column)
 
     def weights(self, call: LinearCall) -> tuple[ScaledMatrix, ScaledMatrix | None]:
@@ -132,11 +133,12 @@ class Sm90Fp8Kernels(GroupedKernels):
         return _first(row), None if column is None else _first(column)
 
     def weight_grad(
-        self, call: LinearCall, dy: ScaledMatrix, x: ScaledMatrix | _RowsToGather
+        self, call: LinearCall, dy: ScaledMatrix, x: ScaledMatrix | RowsToQuantize
     ) -> WeightGradient:
-        """See `GroupedKernels`; the groups are those of ``dy``."""
-        if isinstance(x, _RowsToGather):
-            rows = GatheredRows(x.source, x.row_index)
+        """See `GroupedKernels`; the groups are those of ``dy``, rows to quantize are gathered."""
+        if isinstance(x, RowsToQuantize):
+            assert x.row_index is not None
+            rows = GatheredRows(x.x, x.row_index)
             columns = _quantized(rows, call, "input", rowwise=False, columnwise=True).column
         else:
             columns = ScaledMatrix(x.data.t(), x.scale)
@@ -229,13 +231,6 @@ def _format(recipe: Recipe, role: Role) -> NumberFormat:
     fmt = recipe.of_fp8_products.format(role)
     assert fmt is not None
     return fmt
-
-
-class _RowsToGather(NamedTuple):
-    """What the rows of an input are gathered from once more, ``source[row_index]``."""
-
-    source: Tensor
-    row_index: Tensor
 
 
 def _as_it_lies(column: ScaledMatrix | None) -> ScaledMatrix | None:

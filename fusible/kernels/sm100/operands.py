@@ -163,28 +163,18 @@ def glu(
     """
     bias = None if bias is None else aligned(bias)
     c, *d = ops.glu(_product(x, w, padded), bias, prob, glu)
-    return c, _written(_format_of(x), *d)
+    return c, _written(x, d)
 
 
-def _written(
-    fmt: NumberFormat | None,
-    d: Tensor,
-    scales: Tensor,
-    column: Tensor,
-    column_scales: Tensor,
-    amax: Tensor,
-) -> Operand | UnquantizedRows:
-    if d.dtype != FP8:
+def _written(x: OperandData, outputs: Sequence[Tensor]) -> Operand | UnquantizedRows:
+    """What a kernel with operand ``x`` wrote: `ops._KernelOutputs`."""
+    d, scales, column, column_scales, amax = outputs
+    if isinstance(x, Tensor) or d.dtype != FP8:
         return UnquantizedRows(d, amax if amax.dim() == 2 else None)
-    assert fmt is not None
     return Operand(
-        QuantizedMatrix(d, scales, None, fmt),
-        QuantizedMatrix(column, column_scales, None, fmt, True),
+        QuantizedMatrix(d, scales, None, x.format),
+        QuantizedMatrix(column, column_scales, None, x.format, True),
     )
-
-
-def _format_of(x: OperandData) -> NumberFormat | None:
-    return None if isinstance(x, Tensor) else x.format
 
 
 def dglu(
@@ -203,7 +193,7 @@ def dglu(
     its ``d``; without ``bias`` the third has no rows.
     """
     *d, dprob, dbias = ops.dglu(_product(dy, w, padded), c, prob, bias, glu)
-    return _written(_format_of(dy), *d), unpad_rows(dprob, padded), dbias
+    return _written(dy, d), unpad_rows(dprob, padded), dbias
 
 
 def gemm(
