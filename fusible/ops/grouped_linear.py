@@ -149,12 +149,7 @@ class GroupedLinear(WeightedOperation):
         sizes = "num_groups", "in_features", "out_features", "split_alignment"
         check_sizes("GroupedLinear", dtype, **{name: getattr(self, name) for name in sizes})
         self.num_weights = 1 if single_grouped_weight else num_groups
-        self.parameter_names = ()
-        shape = num_groups, out_features, in_features
-        for name, single in self._layouts().items():
-            size = shape[:2] if name == "bias" else shape
-            values = torch.empty(size, device=device, dtype=dtype)
-            self.parameter_names += self._add_parameters(name, values, single)
+        self._make_parameters(device, dtype)
         self.reset_parameters()
         self.store_weights()
 
@@ -166,6 +161,17 @@ class GroupedLinear(WeightedOperation):
                 f"num_groups of GroupedLinear must be the {experts} experts of the Dispatch before "
                 f"it, got {self.num_groups}"
             )
+
+    def _make_parameters(
+        self, device: torch.device | str | None, dtype: torch.dtype | None
+    ) -> None:
+        """Set the weights and biases, and their names in order."""
+        self.parameter_names = ()
+        shape = self.num_groups, self.out_features, self.in_features
+        for name, single in self._layouts().items():
+            size = shape[:2] if name == "bias" else shape
+            values = torch.empty(size, device=device, dtype=dtype)
+            self.parameter_names += self._add_parameters(name, values, single)
 
     def _add_parameters(self, name: str, values: Tensor, single: bool) -> tuple[str, ...]:
         """Register the parts of ``values``, or the whole of it; returns their names."""
