@@ -448,8 +448,9 @@ def _without_shared_memory(fctx: Any, grads: list[Tensor | None]) -> list[Tensor
 
     Autograd makes a gradient that nothing else refers to the leaf's ``.grad``, without a copy. It
     does not see that another tensor has its memory, and the two would be accumulated as one.
+    Compiled code is left as it is: AOTAutograd returns such views for PyTorch's own ops too.
     """
-    if torch.compiler.is_compiling():  # whose outputs share no memory
+    if torch.compiler.is_compiling():
         return grads
     for i, grad in enumerate(grads):
         if grad is not None and grad._is_view() and _leaf(fctx.next_functions[i][0]) is not None:

@@ -17,8 +17,8 @@ _pointer_tables: OrderedDict[tuple, tuple[torch.Tensor, int, torch.cuda.Event]] 
 _captured: dict[tuple, torch.Tensor] = {}
 _pointer_tables_lock = threading.Lock()
 
-# Captured launches that need no memset of their own, which takes 2.4 us: 70 graphs of 100 layers
-# with nine launches each. 512 KiB.
+# Captured launches with a counter that is zeroed ahead, for 512 KiB: 70 graphs of 100 layers with
+# nine launches each. Each launch after these has a memset in its graph, of 2.4 us on an H200.
 _COUNTERS = 1 << 16
 _MAX_STREAMS = 256  # memory of a counter that was dropped is used again on its stream only
 _stream_counters: dict[tuple[int, int], torch.Tensor] = {}
