@@ -195,28 +195,27 @@ def multiply(
             if const_expr(turns):
                 # All products are issued: the other's may queue up behind them.
                 give_turn(MULTIPLY_TURN, warpgroup)
+            if const_expr(not spec.is_fp8):
+                _drain(operands.pipeline, state, steps)
+            # Before the epilogue: the sooner a slot of the queue is vacant, the sooner the tile
+            # after is found and loaded.
+            read, valid, group, m, n, start, rows = tiles.next(read)
             if const_expr(spec.is_fp8):
-                # While the epilogue runs: the next tile's first scales.
-                read, valid, group, m, n, start, rows = tiles.next(read)
                 if const_expr(tile.pingpong):  # noqa: SIM102
                     if valid:
                         read, valid, group, m, n, start, rows = tiles.next(read)
-                if valid:
+                if valid:  # while the epilogue runs: the next tile's first scales
                     following = tile_coord(spec, tiles.in_cluster, group, m, n, start, rows)
                     load_scales(spec, promotion, first_scales, following, Int32(0))
-            else:
-                _drain(operands.pipeline, state, steps)
             preact_state = write(accumulator, output_scales, coord, preact_state)
-        else:
-            if const_expr(spec.rings == 1):  # noqa: SIM102 (decided when compiling)
-                if steps > 0:
-                    state.advance(steps)
+        else:  # in ping-pong of one ring: the other warpgroup's
+            if steps > 0:
+                state.advance(steps)
             if const_expr(spec.is_backward):
                 preact_state.advance(preact_blocks_of(spec, rows, coord.row))
-        if const_expr(not spec.is_fp8):
-            if const_expr(turns):
-                turn = 1 - turn
             read, valid, group, m, n, start, rows = tiles.next(read)
+        if const_expr(turns):
+            turn = 1 - turn
     cute.arch.cp_async_bulk_wait_group(0, read=False)
 
 

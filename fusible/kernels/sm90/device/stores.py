@@ -16,7 +16,7 @@ from fusible.kernels.sm90.device.parts import (
 from fusible.kernels.sm90.device.tile_scheduler import group_end
 from fusible.kernels.sm90.spec import WARPGROUP_ROWS, Spec
 
-_FILLS = 8  # stores of zeros under way at once
+_FILLED = 16 * 1024  # bytes of zeros under way at once
 
 
 def store_box(atom, tensor, box, offset, source):
@@ -118,5 +118,5 @@ def fill_empty(
                 offset = (index // across * box[0], index % across * box[1])
                 store_box(store.atom, out, box, offset, zeros)
                 cute.arch.cp_async_bulk_commit_group()
-                cute.arch.cp_async_bulk_wait_group(_FILLS, read=False)
+                cute.arch.cp_async_bulk_wait_group(_FILLED // spec.zero_bytes, read=False)
     cute.arch.cp_async_bulk_wait_group(0, read=False)

@@ -12,6 +12,8 @@ _LANES = 32
 # Tiles are walked down at most this many rows of tiles before the next column, so that both the
 # rows and the weights of the tiles in flight stay in the L2 cache.
 BAND = 16
+# Groups of a reduction of fewer rows than 2 ** _SHORT take about as long as each other.
+_SHORT = 7
 
 
 @cute.jit
@@ -33,8 +35,9 @@ class TileScheduler:
     lanes move on to the next 32 groups when the tile lies past theirs.
 
     Tiles of a grouped reduction are as long as their group, and a block has drawn its next two when
-    the last is drawn: they come longest first, by ``level``, the number of bits of a group's rows.
-    The lanes go through all groups once for each level that there is; ``lower`` is the next one.
+    the last is drawn: they come longest first, by ``level``, the number of bits of a group's rows
+    but the last `_SHORT`. The lanes go through all groups once for each level that there is;
+    ``lower`` is the next one.
 
     ``band`` rows of tiles are walked down before the next column.
     """
@@ -102,7 +105,7 @@ class TileScheduler:
     @cute.jit
     def _level(self, group, rows):
         """The level of a group whose reduction has ``rows`` rows, -1 if it has no tiles."""
-        level = 32 - Int32(cute.arch.clz(rows))
+        level = 32 - Int32(cute.arch.clz(rows >> _SHORT))
         if ((rows == 0) & self.skips_empty_groups) | (group >= self.groups):
             level = Int32(-1)
         return level
@@ -114,7 +117,8 @@ class TileScheduler:
         for group in cutlass.range(cute.arch.lane_idx(), self.groups, _LANES, unroll=4):
             end = group_end(self.ends, group, self.total_rows)
             longest = cutlass.max(longest, end - group_end(self.ends, group - 1, self.total_rows))
-        return 32 - Int32(cute.arch.clz(cute.arch.warp_redux_sync(longest, "max")))
+        longest = cute.arch.warp_redux_sync(longest, "max")
+        return 32 - Int32(cute.arch.clz(longest >> _SHORT))
 
     @cute.jit
     def _look(self, base: Int32, first: Int32, level: Int32, lower: Int32):
