@@ -55,15 +55,13 @@ class Tile(NamedTuple):
 
 
 def block_columns(kind: str, tile: Tile, out_dtype: str) -> int:
-    """Columns of the blocks in which an epilogue writes its tile: 128 bytes of a row, or 64.
+    """Columns of the blocks in which an epilogue writes its tile: 64, or 32.
 
-    64 where 128 do not divide the tile's row, and where a further pipeline stage, for which smaller
-    blocks leave room, is worth more: in an activation's backward, and in ping-pong of more than 128
-    accumulator values a thread, which has five stages instead of four.
+    32 where 64 does not divide it or needs too much shared memory: an activation's backward and
+    ping-pong of more than 128 accumulator values a thread are faster with more pipeline stages.
     """
-    wide = 32 if out_dtype == "float32" else 64
-    crowded = tile.slabs * tile.n > 256
-    return wide // 2 if crowded or kind in BACKWARD or tile.width(kind) % wide else wide
+    crowded = kind in BACKWARD or tile.slabs * tile.n > 256
+    return 32 if crowded or out_dtype == "float32" or tile.width(kind) % 64 else 64
 
 
 FORWARD, BACKWARD = ("act", "glu"), ("dact", "dglu")  # of an activation, and of a gated one

@@ -1,4 +1,4 @@
-"""The epilogues: what becomes of an accumulator, in blocks of 64 rows by 64 or fewer columns.
+"""The epilogues: what becomes of an accumulator, in blocks of 64 rows by 64 (or 32) columns.
 
 A thread of a warpgroup holds, of each 64 x 8 block of the accumulator, columns
 ``2 * (lane % 4) + {0, 1}`` of rows ``16 * warp + lane // 4 + {0, 8}``.

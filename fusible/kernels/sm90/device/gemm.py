@@ -4,7 +4,7 @@ A thread block is three warpgroups. Warp 0 of the first loads operands into a ri
 TMA; warp 1 loads a second ring (`Spec.rings`) or pre-activations; warp 2 of a cluster's first block
 finds tiles; warp 3 stores a backward's gradients, or the zeros of empty groups. The other two
 warpgroups multiply (WGMMA from shared memory, FP32 accumulators) and run the epilogue, which walks
-the accumulator in blocks of 64 rows by 64 or fewer columns: registers, shared memory, TMA store. A
+the accumulator in blocks of 64 rows by 64 (or 32) columns: registers, shared memory, TMA store. A
 quantized activation goes from registers to global memory.
 """
 

@@ -267,9 +267,12 @@ class TileQueue:
         slot = cute.make_tensor(self.slots + state.index * self.WORDS, cute.make_layout(self.WORDS))
         group, m, n, start, rows = (cute.arch.make_warp_uniform(slot[i]) for i in range(5))
         cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            read = self.barriers + self.SLOTS + state.index
-            cute.arch.mbarrier_arrive(read, 0 if const_expr(self.blocks > 1) else None)
+        read = self.barriers + self.SLOTS + state.index
+        # Always true: an arrival at another block's barrier can overtake the loads from the slot,
+        # which is then filled again too early, unless it needs their values.
+        if (group >= -1) & (rows >= 0):
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(read, 0 if const_expr(self.blocks > 1) else None)
         state.advance()
         return state, group >= 0, group, m, n, start, rows
 
