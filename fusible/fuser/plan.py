@@ -436,27 +436,3 @@ def of_parts(whole: Plan, plans: Sequence[Plan]) -> Plan:
     made = joined(plans)
     assert made is not None
     return replace(made, refusals=(*made.refusals, *across))
-
-
-def check_cover(fused: Sequence[Any], basic: Sequence[Any], name: str) -> None:
-    """Raise RuntimeError unless what the function ``name`` returned covers exactly ``basic``."""
-    expanded = [part for op in fused for part in op.basic_ops]
-    if [*map(id, expanded)] != [*map(id, basic)]:
-        raise RuntimeError(
-            f"the fusion function {name} must return ops that cover exactly the basic ops it was "
-            f"given, in order: given {[type(op).__name__ for op in basic]}, got "
-            f"{[type(op).__name__ for op in fused]} covering "
-            f"{[type(op).__name__ for op in expanded]}; correct it, or remove it with "
-            "unregister_rule"
-        )
-
-
-def cover(phase: Phase, fused: Sequence[Any], makers: Mapping[Any, str]) -> tuple[Fusion, ...]:
-    """The fused ops of a list with their places; ``makers`` names the function of each."""
-    found, at = [], 0
-    for op in fused:
-        stop = at + len(op.basic_ops)
-        if op.is_fused_op:
-            found.append(Fusion(phase, at, stop, op, makers.get(op, type(op).__name__)))
-        at = stop
-    return tuple(found)
