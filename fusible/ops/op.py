@@ -357,7 +357,7 @@ class BasicOperation(Channels, FormulaOp, FusibleOperation):
         return False
 
     def copied_state(self) -> dict[str, Any]:
-        """See :class:`FusibleOperation`."""
+        """Not frozen, with lists of channels of its own."""
         state = {**super().copied_state(), "_frozen": False, "_names": None}
         for held in ("_registered", "extra_input_channels", "extra_output_channels"):
             state[held] = copy.copy(state[held])
