@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import checkpoint as torch_checkpoint
 
 from fusible.arguments import check_bools
-from fusible.ops.glu_layout import deinterleave_glu, interleave_glu
+from fusible.ops.activation import deinterleave_glu, interleave_glu
 from fusible.recipes.autocast import autocast, keep_recipe
 from fusible.recipes.recipe import Recipe
 

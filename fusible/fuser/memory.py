@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import TensorWeakRef
 
 from fusible.fuser.context import OperationContext, Tensors
-from fusible.fuser.wiring import CALLER, Output, Wiring, named
+from fusible.fuser.wiring import CALLER, Output, Wiring, op_at
 
 Reads = Iterable[tuple[str, Any]]
 """Descriptions of readers, each with the tensor that is read; other values are skipped."""
@@ -240,7 +240,7 @@ def overlapping(t: Tensor, reads: Reads, modules: Sequence[Any]) -> Iterator[str
                     if other is None or is_apart(other):
                         continue
                     if isinstance(other, Tensor) and overlap(t, other):
-                        yield f"{of}{path and path + '.'}{name} of {named(modules, i)}"
+                        yield f"{of}{path and path + '.'}{name} of {op_at(modules, i)}"
 
 
 def _quick_test(t: Tensor) -> Callable[[Any], bool]:

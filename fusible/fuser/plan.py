@@ -238,10 +238,11 @@ def plan(
     The user's own fusions stand as they are; built-in rules take only ops that these leave, joint
     rules first, then forward and backward rules independently of each other.
     """
-    matcher = _Matcher(ops, facts, recipe, target, grad)
+    requires_grad = any(needs.requires_grad for needs in grad)
+    matcher = _Matcher(ops, facts, recipe, target, requires_grad)
     fusions, phases = list(user), get_args(Phase)
     for phase in phases:
-        if phase == "backward" and not any(needs.requires_grad for needs in grad):
+        if phase == "backward" and not requires_grad:
             continue
         taken = [f for f in fusions if {f.phase, phase} != {"forward", "backward"}]
         fusions += matcher.scan([r for r in rules if r.phase == phase], taken)
@@ -260,28 +261,24 @@ def plan(
     )
 
 
+@dataclass
 class _Matcher:
     """Matches rules to ops under the facts of one call; keeps the refusals."""
 
-    def __init__(
-        self,
-        ops: Sequence[Any],
-        facts: Facts,
-        recipe: Any,
-        target: Target,
-        grad: Sequence[GradNeeds],
-    ) -> None:
-        self._ops, self._facts, self._recipe, self._target = ops, facts, recipe, target
-        self._requires_grad = any(needs.requires_grad for needs in grad)
-        self.refusals: list[Refusal] = []
+    ops: Sequence[Any]
+    facts: Facts
+    recipe: Any
+    target: Target
+    requires_grad: bool
+    refusals: list[Refusal] = field(default_factory=list)
 
     def scan(self, rules: Sequence[Rule], taken: Sequence[Fusion]) -> Iterator[Fusion]:
         """The fusions of one pass over the ops not taken, each by the first rule that fits."""
         blocked = {i for fusion in taken for i in range(fusion.start, fusion.stop)}
-        at, end = 0, len(self._ops)
+        at, end = 0, len(self.ops)
         while at < end:
             free = next((i for i in range(at, end) if i in blocked), end)
-            fusion = self._first_match(self._ops[:free], at, rules)
+            fusion = self._first_match(self.ops[:free], at, rules)
             if fusion is not None:
                 yield fusion
             at = at + 1 if fusion is None else fusion.stop
@@ -308,7 +305,7 @@ class _Matcher:
     def this(self, bound: dict[str, Any], at: int) -> SimpleNamespace:
         """The namespace ``this`` of ops that fit a pattern from an index on."""
         count = sum(op is not None for op in bound.values())
-        recipe = None if self._recipe is None else self._recipe.over(at, at + count)
+        recipe = None if self.recipe is None else self.recipe.over(at, at + count)
         this = SimpleNamespace(
             recipe="none" if recipe is None else recipe.name,
             quantizes=recipe is not None and recipe.quantizes,
@@ -318,18 +315,18 @@ class _Matcher:
             format=_format_facts(recipe, "name"),
             scaling=_format_facts(recipe and recipe.of_fp8_products, "scaling"),
             reduction_blocks=_format_facts(recipe, "reduction_blocks"),
-            sm=self._target.sm,
-            cudnn_frontend=self._target.cudnn_frontend,
-            cutlass_dsl=self._target.cutlass_dsl,
-            cuda_driver=self._target.cuda_driver,
-            device=self._target.device,
-            dtype=self._facts[at].dtype,
-            input=self._facts[at].input,
-            requires_grad=self._requires_grad,
+            sm=self.target.sm,
+            cudnn_frontend=self.target.cudnn_frontend,
+            cutlass_dsl=self.target.cutlass_dsl,
+            cuda_driver=self.target.cuda_driver,
+            device=self.target.device,
+            dtype=self.facts[at].dtype,
+            input=self.facts[at].input,
+            requires_grad=self.requires_grad,
         )
         for name, op in bound.items():
             if op is not None:
-                setattr(this, name, self._facts[at])
+                setattr(this, name, self.facts[at])
                 at += 1
         return this
 
@@ -367,7 +364,7 @@ def check_facts(rule: Rule) -> None:
     blank = TensorFacts("", "", None, False, 0)
     for kinds in product(*[slot.types for slot in rule.pattern]):
         none = facts_of_op({}, {}, _NO_GRAD, blank, "", None)
-        this = _Matcher((), (none,), None, Target("cpu"), ()).this({}, 0)
+        this = _Matcher((), (none,), None, Target("cpu"), False).this({}, 0)
         for slot, kind in zip(rule.pattern, kinds, strict=True):
             if hasattr(this, slot.name):
                 raise ValueError(
@@ -436,27 +433,3 @@ def of_parts(whole: Plan, plans: Sequence[Plan]) -> Plan:
     made = joined(plans)
     assert made is not None
     return replace(made, refusals=(*made.refusals, *across))
-
-
-def check_cover(fused: Sequence[Any], basic: Sequence[Any], name: str) -> None:
-    """Raise RuntimeError unless what the function ``name`` returned covers exactly ``basic``."""
-    expanded = [part for op in fused for part in op.basic_ops]
-    if [*map(id, expanded)] != [*map(id, basic)]:
-        raise RuntimeError(
-            f"the fusion function {name} must return ops that cover exactly the basic ops it was "
-            f"given, in order: given {[type(op).__name__ for op in basic]}, got "
-            f"{[type(op).__name__ for op in fused]} covering "
-            f"{[type(op).__name__ for op in expanded]}; correct it, or remove it with "
-            "unregister_rule"
-        )
-
-
-def cover(phase: Phase, fused: Sequence[Any], makers: Mapping[Any, str]) -> tuple[Fusion, ...]:
-    """The fused ops of a list with their places; ``makers`` names the function of each."""
-    found, at = [], 0
-    for op in fused:
-        stop = at + len(op.basic_ops)
-        if op.is_fused_op:
-            found.append(Fusion(phase, at, stop, op, makers.get(op, type(op).__name__)))
-        at = stop
-    return tuple(found)

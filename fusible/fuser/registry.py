@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 
 from fusible.arguments import check_bools
 from fusible.fuser.conditions import UNKNOWN
-from fusible.fuser.plan import Fusion, check_cover, check_facts, cover
+from fusible.fuser.plan import Fusion, check_facts
 from fusible.fuser.rules import Phase, Rule
 from fusible.names import did_you_mean
 from fusible.recipes.recipe import Recipe
@@ -47,26 +48,30 @@ class Registry:
 
     def apply(self, ops: Sequence[Any], recipe: Any) -> tuple[Fusion, ...]:
         """Run the user's functions over ``ops``: joint ones, then the other two on the result."""
-        makers: dict[Any, str] = {}
+        makers: dict[Any, str] = {}  # the name of the function that made each fused op
 
         def run(phase: Phase, start: Sequence[Any]) -> list[Any]:
             current = list(start)
             for user in [user for user in self.functions if user.phase == phase]:
-                name = user.name
-                returned = user.build(current, recipe=recipe)
+                name, returned = user.name, user.build(current, recipe=recipe)
                 current = list(returned) if isinstance(returned, Iterable) else [returned]
                 if not all(hasattr(op, "basic_ops") for op in current):
                     raise TypeError(f"the fusion {name} must return ops, got {returned!r:.200}")
-                check_cover(current, ops, name)
+                _check_cover(current, ops, name)
                 for op in current:
                     if op.is_fused_op:
                         makers.setdefault(op, name)
             return current
 
+        def fusions_of(phase: Phase, current: Sequence[Any]) -> tuple[Fusion, ...]:
+            ends = [0, *accumulate(len(op.basic_ops) for op in current)]
+            placed = zip(current, pairwise(ends), strict=True)
+            return tuple(Fusion(phase, *at, op, makers[op]) for op, at in placed if op.is_fused_op)
+
         joint_ops = run("joint", ops)
-        fusions = joint = cover("joint", joint_ops, makers)
+        fusions = joint = fusions_of("joint", joint_ops)
         for phase in ("forward", "backward"):
-            fused = cover(phase, run(phase, joint_ops), makers)
+            fused = fusions_of(phase, run(phase, joint_ops))
             for fusion in joint:
                 if fusion._replace(phase=phase) not in fused:
                     raise RuntimeError(
@@ -76,6 +81,19 @@ class Registry:
                     )
             fusions += tuple(f for f in fused if f.built not in joint_ops)
         return fusions
+
+
+def _check_cover(fused: Sequence[Any], basic: Sequence[Any], name: str) -> None:
+    """Raise RuntimeError unless what the function ``name`` returned covers exactly ``basic``."""
+    expanded = [part for op in fused for part in op.basic_ops]
+    if [*map(id, expanded)] != [*map(id, basic)]:
+        raise RuntimeError(
+            f"the fusion function {name} must return ops that cover exactly the basic ops it was "
+            f"given, in order: given {[type(op).__name__ for op in basic]}, got "
+            f"{[type(op).__name__ for op in fused]} covering "
+            f"{[type(op).__name__ for op in expanded]}; correct it, or remove it with "
+            "unregister_rule"
+        )
 
 
 def _named(name: str, among: Iterable[Rule]) -> Rule:

@@ -147,7 +147,10 @@ class Run:
         elif (schedule_for := _observed.get()) is not None:
             schedule = schedule_for(self, PlanKey(*key))
         else:
-            schedule = self._schedules.get(key) or self._first_schedule(key, operands, kwargs)
+            schedule = self._schedules.get(key)
+            if schedule is None:
+                schedule = self.schedule_for(key)
+                expect_outputs(schedule, operands, kwargs)
             self._schedule = schedule
             if schedule.fast_path is not None and kwargs is None:
                 prepared = schedule.fast_path.prepared(*operands)
@@ -166,11 +169,9 @@ class Run:
                 "jvp, ...), which cannot follow their backward, got one that does; use "
                 "torch.autograd, which torch.func.functional_call goes with, or no_grad()"
             )
-        elif tracing:
-            tensors, slots = deduplicated(operands)
-            outputs = RunFunction.apply(schedule, slots, kwargs, *tensors)
         else:
-            outputs = RunFunction.apply(schedule, None, kwargs, *operands)
+            tensors, slots = deduplicated(operands) if tracing else (operands, None)
+            outputs = RunFunction.apply(schedule, slots, kwargs, *tensors)
         outputs = _as_returned(schedule, outputs, inputs[1:]) if tracing else outputs
         return outputs if len(outputs) > 1 else outputs[0]
 
@@ -310,15 +311,6 @@ class Run:
                 if not torch.compiler.is_compiling():
                     note_op(error, op)
                 raise
-
-    def _first_schedule(
-        self, key: tuple[Any, ...], operands: Sequence[Tensor], kwargs: Kwargs | None
-    ) -> Schedule:
-        """The schedule of a plan key's first call, in which users' fused ops are checked."""
-        schedule = self.schedule_for(key)
-        if schedule.split is None:
-            expect_outputs(schedule, operands, kwargs)
-        return schedule
 
     @constant_when_traced
     def _trace_schedule(self, recipe: tuple[Any, ...] | None, rest: tuple[Any, ...]) -> str:

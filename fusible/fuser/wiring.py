@@ -14,7 +14,7 @@ Output = tuple[int, int]
 """An extra output, by op and slot, or an extra input of the caller."""
 
 
-def named(ops: Sequence[Any], i: int) -> str:
+def op_at(ops: Sequence[Any], i: int) -> str:
     """An op or module of several, for a sentence."""
     return f"op {i} ({type(ops[i]).__name__})"
 
@@ -78,7 +78,7 @@ class Wiring:
         if number != len(self.names):
             readers = [i for i, of_op in enumerate(self.sources) for p, _ in of_op if p == CALLER]
             wanted = ", ".join(
-                f"{name} of {named(ops, i)}" for name, i in zip(self.names, readers, strict=True)
+                f"{name} of {op_at(ops, i)}" for name, i in zip(self.names, readers, strict=True)
             )
             raise ValueError(
                 f"extra inputs must number {len(self.names)} ({wanted or 'none'}), got {number}"
@@ -167,17 +167,17 @@ def _producers(ops: Sequence[Any]) -> dict[str, Output]:
             if name is None:
                 continue
             if name in producers:
-                first = named(ops, producers[name][0])
+                first = op_at(ops, producers[name][0])
                 raise ValueError(
                     f"channel {name!r} must have one producer, got extra outputs of {first} and "
-                    f"{named(ops, i)}; rename one"
+                    f"{op_at(ops, i)}; rename one"
                 )
             producers[name] = (i, slot)
     return producers
 
 
 def _producer(name: str, producers: dict[str, Output], ops: Sequence[Any], consumer: int) -> Output:
-    op_name = named(ops, consumer)
+    op_name = op_at(ops, consumer)
     if name not in producers:
         known = ", ".join(map(repr, producers)) or "none"
         raise ValueError(
@@ -187,7 +187,7 @@ def _producer(name: str, producers: dict[str, Output], ops: Sequence[Any], consu
     at = producers[name][0]
     if at >= consumer:
         raise ValueError(
-            f"channel {name!r} of {op_name} must be produced earlier, got {named(ops, at)} as its "
+            f"channel {name!r} of {op_name} must be produced earlier, got {op_at(ops, at)} as its "
             "producer; move the producer before its consumer"
         )
     return producers[name]

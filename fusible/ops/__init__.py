@@ -20,6 +20,8 @@ from fusible.ops.activation import (
     SReGLU,
     SReLU,
     SwiGLU,
+    deinterleave_glu,
+    interleave_glu,
 )
 from fusible.ops.collectives import AllGather, AllReduce, AllReduceGrad, ReduceScatter
 from fusible.ops.dispatch import Combine, Dispatch
@@ -32,7 +34,6 @@ from fusible.ops.elementary import (
     Reshape,
     Swap,
 )
-from fusible.ops.glu_layout import deinterleave_glu, interleave_glu
 from fusible.ops.grouped_linear import GroupedLinear
 from fusible.ops.linear import BasicLinear, Bias, Linear
 from fusible.ops.norms import L2Normalization, LayerNorm, RMSNorm

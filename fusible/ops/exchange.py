@@ -287,8 +287,9 @@ class ReturnExchange:
         if self._memory is not None:
             self._slots(partial.shape[1], partial.dtype).copy_(partial)
             return
-        _, _, sent, received, *_ = self._exchange
-        self._returned.append(_begun(self._exchange, _all_to_all, partial, received, sent))
+        exchange = self._exchange
+        given = partial, exchange.received, exchange.sent
+        self._returned.append(_begun(exchange, _all_to_all, *given))
 
     def _slots(self, features: int, dtype: torch.dtype) -> PeerRows:
         assert self._memory is not None
@@ -443,17 +444,18 @@ def _route_copies(ids: Tensor, settings: Settings) -> Routed:
 
 def _receive_all(x: Tensor, probs: Tensor, ids: Tensor, settings: Settings) -> Received:
     """:func:`receive` the tokens of all processes; only the device checks what these said."""
-    group, _, local, sent_as, receive_factor, max_tokens, _, _, digest = settings
+    group, local, max_tokens = settings.group, settings.local, settings.max_tokens
     processes, (tokens, k) = settings.processes, ids.shape
     padded = max_tokens or tokens
     memory = _memory_for(x, probs, padded, settings)
     exchange = Exchange("Dispatch", group, None, None, padded, memory)
     # No copy from the host, which a CUDA graph would repeat.
-    header = torch.cat([ids.new_full((1, 1), n, dtype=torch.int64) for n in (digest, tokens)], 1)
+    numbers = settings.digest, tokens
+    header = torch.cat([ids.new_full((1, 1), n, dtype=torch.int64) for n in numbers], 1)
     sent_map = _all_sent(tokens, padded, processes, ids.device)
     coded = (ids + 1).int()  # so that zeros, which pad, are no expert
     sent = (header, 1), (coded, padded), (probs, padded), (x, padded)
-    placed = None if sent_as else _begin_placing(memory, sent)
+    placed = None if settings.sent_as else _begin_placing(memory, sent)
     received: Tensor | PeerRows
     if placed is not None:
         headers, *of_choices, received = placed()
@@ -463,11 +465,11 @@ def _receive_all(x: Tensor, probs: Tensor, ids: Tensor, settings: Settings) -> R
         table = communicate("Dispatch", group, all_gather, header, group)
         _check_processes_agree(table, tokens, max_tokens)
         by_group = exchange._replace(memory=None)
-        received = begin_send_as(x, sent_as, sent_map, by_group)()
+        received = begin_send_as(x, settings.sent_as, sent_map, by_group)()
         ids, probs = send_choices(ids, probs, sent_map, by_group, False)
     rows = processes * padded * min(k, local)
-    if receive_factor is not None:
-        bound = math.ceil(receive_factor * padded * k)
+    if settings.receive_factor is not None:
+        bound = math.ceil(settings.receive_factor * padded * k)
         _, choices, _ = moe.permutation(ids.div(local, rounding_mode="floor"), processes, None)
         fits = choices.max() <= bound
         torch._assert_async(fits, "more rows than receive_factor of Dispatch allows")

@@ -1,4 +1,10 @@
-"""The op contract: what a basic op declares, and which ops a fused op replaces."""
+"""The op contract: what a basic op declares, and which ops a fused op replaces.
+
+An op of this package defines ``forward_impl``, which a step calls: of a basic op by
+``run_forward``, which returns what a fused op would. Where a user's op overrides a method of
+te.ops, a step calls ``fuser_forward``, which calls ``op_forward``, and that ``forward_impl``, as
+far as none is overridden. The methods of the backward do the same.
+"""
 
 from __future__ import annotations
 
@@ -114,12 +120,12 @@ class FusibleOperation(ModuleState, PatchesCounted):
         """
         raise TypeError(f"{type(self).__name__} does not define fuser_backward")
 
-    def _called_forward(self, ctxs: Contexts, x: Tensor, extra: ExtraTensors) -> FusedOutputs:
-        """Call ``forward_impl``, or ``op_forward`` if overridden, for :meth:`fuser_forward`."""
+    def _fuser_forward(self, ctxs: Contexts, x: Tensor, extra: ExtraTensors) -> FusedOutputs:
+        """The result of :meth:`fuser_forward`, whose other arguments the contexts have."""
         return self.forward_impl(ctxs, x, extra)
 
-    def _called_backward(self, ctxs: Contexts, dy: Tensor, extra: ExtraTensors) -> FusedGrads:
-        """The same for :meth:`fuser_backward`; see :meth:`_called_forward`."""
+    def _fuser_backward(self, ctxs: Contexts, dy: Tensor, extra: ExtraTensors) -> FusedGrads:
+        """The result of :meth:`fuser_backward`."""
         return self.backward_impl(ctxs, dy, extra)
 
     def uses_impl(self, direction: Literal["forward", "backward"]) -> bool:
@@ -148,7 +154,7 @@ class FusibleOperation(ModuleState, PatchesCounted):
         basic_op_ctxs[-1].next_quantizer = next_op_input_quantizer
         for ctx, kwargs in zip(basic_op_ctxs, basic_op_kwargs, strict=True):
             ctx.kwargs = kwargs
-        return self._called_forward(basic_op_ctxs, input_, basic_op_extra_inputs)
+        return self._fuser_forward(basic_op_ctxs, input_, basic_op_extra_inputs)
 
     def fuser_backward(
         self,
@@ -166,7 +172,7 @@ class FusibleOperation(ModuleState, PatchesCounted):
             ``own_parameters``) and of its extra inputs; None where there is none or it is not
             needed (``ctx.needs``). The fuser casts them to the dtypes of what they belong to.
         """
-        return self._called_backward(basic_op_ctxs, grad_output, basic_op_grad_extra_outputs)
+        return self._fuser_backward(basic_op_ctxs, grad_output, basic_op_grad_extra_outputs)
 
     @property
     def communicates(self) -> bool:
@@ -351,7 +357,7 @@ class BasicOperation(Channels, FormulaOp, FusibleOperation):
         return False
 
     def copied_state(self) -> dict[str, Any]:
-        """See :class:`FusibleOperation`."""
+        """Not frozen, with lists of channels of its own."""
         state = {**super().copied_state(), "_frozen": False, "_names": None}
         for held in ("_registered", "extra_input_channels", "extra_output_channels"):
             state[held] = copy.copy(state[held])
@@ -505,7 +511,7 @@ class BasicOperation(Channels, FormulaOp, FusibleOperation):
         count = 1 + len(ctxs[0].needs.params)
         return returned[0], [returned[1:count]], [returned[count:]]
 
-    def _called_forward(self, ctxs: Contexts, x: Tensor, extra: ExtraTensors) -> FusedOutputs:
+    def _fuser_forward(self, ctxs: Contexts, x: Tensor, extra: ExtraTensors) -> FusedOutputs:
         if self.num_extra_inputs or self.num_extra_outputs:
             return self.run_forward(ctxs, x, extra)
         (ctx,) = ctxs
@@ -518,7 +524,7 @@ class BasicOperation(Channels, FormulaOp, FusibleOperation):
         )
         return output, [()]
 
-    def _called_backward(self, ctxs: Contexts, dy: Tensor, extra: ExtraTensors) -> FusedGrads:
+    def _fuser_backward(self, ctxs: Contexts, dy: Tensor, extra: ExtraTensors) -> FusedGrads:
         if self.num_extra_inputs or self.num_extra_outputs:
             return self.run_backward(ctxs, dy, extra)
         grads = self.op_backward(ctxs[0], dy)

@@ -309,7 +309,7 @@ def _members(sequential: Sequential) -> tuple[Member, ...]:
 
 
 def _unfolded(module: nn.Module) -> Iterator[Member]:
-    why = _why_called(module)
+    why = _why_no_part(module)
     nested = getattr(module, "as_sequential", None)  # also of one inside of a wrapper
     if isinstance(nested, Sequential) and not _has_own_forward(nested):
         inside = _members(nested)
@@ -342,7 +342,7 @@ def _innermost(module: nn.Module) -> nn.Module:
     return module
 
 
-def _why_called(module: nn.Module) -> str | None:
+def _why_no_part(module: nn.Module) -> str | None:
     """Why ``module`` is called, and no part of a run; None if it is one."""
     if (why := why_called(module)) is not None:
         return why
@@ -352,11 +352,12 @@ def _why_called(module: nn.Module) -> str | None:
     if not isinstance(module, FusibleOperation | Sequential):
         wraps = hasattr(_innermost(module), "basic_ops") or hasattr(module, "as_sequential")
         return "is a wrapper of ops" if wraps else "is an ordinary module"
-    why = "has a forward of its own" if _has_own_forward(module) else None
-    if isinstance(module, Sequential):
-        why = why or ("requires rules" if module.require else None)
-        why = why or ("is a subclass of Sequential" if type(module) is not Sequential else None)
-    return why
+    if _has_own_forward(module):
+        return "has a forward of its own"
+    if isinstance(module, Sequential) and module.require:
+        return "requires rules"
+    is_derived = isinstance(module, Sequential) and type(module) is not Sequential
+    return "is a subclass of Sequential" if is_derived else None
 
 
 def _has_own_forward(module: nn.Module) -> bool:

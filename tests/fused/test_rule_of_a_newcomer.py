@@ -9,7 +9,6 @@ import torch
 import fusible as fz
 from fusible.extend import (
     FusedOperation,
-    Glu,
     equal,
     grouped_glu,
     needs_sm90,
@@ -26,8 +25,7 @@ class GroupedLinearSwiGLU(FusedOperation):
     def fuser_forward(self, basic_op_ctxs, input_, *, basic_op_extra_inputs, **_):
         (linear, act), (ctx, ctx_act) = self.basic_ops, basic_op_ctxs
         x, weights, ends, bias, _ = linear.operands(ctx, input_, *basic_op_extra_inputs[0])
-        glu = Glu("swiglu", act.glu_interleave_size or 0)
-        preact, y = grouped_glu(x, weights, ends, None, glu, bias)
+        preact, y = grouped_glu(x, weights, ends, None, act.glu, bias)
         act.save_inputs(ctx_act, preact.view(*input_.shape[:-1], -1))
         return y.view(*input_.shape[:-1], -1), [(), ()]
 
