@@ -145,8 +145,8 @@ class Sequential(PatchesCounted, nn.Sequential):
 
     def _current_partition(self) -> Partition:
         if torch.compiler.is_compiling():
+            self._trace_capture()  # which makes a copy's parts, as no tracer can
             _read_hooks(self)  # and so guards them
-            self._trace_capture()
         elif self._captured is None or not self._captured.holds():
             self._capture()
         return self._captured.partition  # type: ignore[union-attr]

@@ -456,6 +456,12 @@ def test_modules_changed_after_compilation():
     check(compiled, seq, (x,))
 
 
+def test_a_copy_that_is_compiled_before_its_first_call():
+    seq = copy.deepcopy(fz.Sequential(fz.Linear(8, 8), fz.SiLU()))
+    _, compiled = counted(seq)
+    check(compiled, seq, (torch.randn(10, 8, requires_grad=True),))
+
+
 class Layer(torch.nn.Module):
     """One of many: ops alone and in a Sequential."""
 
