@@ -141,7 +141,7 @@ class NumberFormat:
         hadamard: bool,
         stochastic: bool,
     ) -> NumberFormat:
-        """Undo ``as_constants``; KeyError for an element that is not known, ValueError for a scale."""
+        """Undo ``as_constants``; KeyError or ValueError for an element or scale not known."""
         across_along = (int(block[0]), int(block[1])) if block else None
         options = float(amax_epsilon), hadamard, stochastic
         return NumberFormat(name, ELEMENTS[element], across_along, scale, *options)  # type: ignore[arg-type]
