@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fusible.fuser.context import OperationContext, call_fuser_forward
 from fusible.fuser.fakes import restoring
@@ -114,7 +115,11 @@ def _derived_dtypes(
         dict.fromkeys([*sizes, _FEATURES]), (2, 1)[: 1 + bool(extra_dtypes)]
     ):
         try:
-            with restoring(op.modules(), mode, all_attributes=True), torch.no_grad():
+            with (
+                _disable_current_modes(),  # such as torch.export's, which would record it
+                restoring(op.modules(), mode, all_attributes=True),
+                torch.no_grad(),
+            ):
                 x, *extra = [
                     torch.empty((_ROWS, size)[:dims], dtype=dtype, device=device)
                     for dims, dtype in ((2, input_dtype), *[(extra_dims, t) for t in extra_dtypes])

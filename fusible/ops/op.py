@@ -261,6 +261,8 @@ _operations: WeakGroups[FusibleOperation] = WeakGroups()
 
 _BY_HAND = "forward_impl", "op_forward", "fuser_forward"
 """The methods of a forward that is not a formula."""
+_NEVER_CALLED = "pre_first_fuser_forward", "pre_fuser_forward"
+"""Methods that Transformer Engine's fuser calls before an op's forward, and this one does not."""
 
 
 def _overrides(op: FusibleOperation, *methods: str) -> bool:
@@ -377,6 +379,12 @@ class BasicOperation(Channels, FormulaOp, FusibleOperation):
         """
         self._frozen = True
         self._check_formula()
+        for name in _NEVER_CALLED:
+            if hasattr(type(self), name):
+                raise TypeError(
+                    f"{name} of {type(self).__name__} would not be called, got an op that defines "
+                    "it; do its work in op_forward or fuser_forward"
+                )
         self._names = self._find_names()
         facts = {}
         for name in self.fact_names:

@@ -77,6 +77,15 @@ class NumberFormat:
 
     def __post_init__(self) -> None:
         check_bools("NumberFormat", hadamard=self.hadamard, stochastic=self.stochastic)
+        if not isinstance(self.element, Element):
+            raise TypeError(
+                f"element of {self.name} must be an Element, such as recipes.formats.E4M3, "
+                f"got {self.element!r}"
+            )
+        if self.scale not in SCALE_DTYPES:
+            raise ValueError(
+                f"scale of {self.name} must be one of {', '.join(SCALE_DTYPES)}, got {self.scale!r}"
+            )
         across, along = self.block or (1, 2)
         if along < 2 or along & (along - 1) or across not in (1, along):
             raise ValueError(
@@ -132,7 +141,7 @@ class NumberFormat:
         hadamard: bool,
         stochastic: bool,
     ) -> NumberFormat:
-        """Undo ``as_constants``; KeyError for an element or a scale that is not known."""
+        """Undo ``as_constants``; KeyError or ValueError for an element or scale not known."""
         across_along = (int(block[0]), int(block[1])) if block else None
         options = float(amax_epsilon), hadamard, stochastic
         return NumberFormat(name, ELEMENTS[element], across_along, scale, *options)  # type: ignore[arg-type]

@@ -106,6 +106,25 @@ def test_an_incomplete_op_says_what_it_lacks(kind, extra, message):
         kind()(torch.randn(4, 8, requires_grad=True), *extra).sum().backward()
 
 
+@pytest.mark.parametrize("name", ["pre_first_fuser_forward", "pre_fuser_forward"])
+def test_a_method_that_only_transformer_engine_calls_is_refused(name):
+    """The factor would be 1."""
+
+    class Own(fz.BasicOperation):
+        factor = 1
+
+        def prepare(self, **unused):
+            self.factor = 2
+
+        def formula(self, x):
+            return self.factor * x
+
+    setattr(Own, name, Own.prepare)
+    for module in (Own(), fz.Sequential(fz.Linear(8, 8), Own())):
+        with pytest.raises(TypeError, match=f"{name} of Own would not be called"):
+            module(torch.randn(4, 8))
+
+
 def parameters_as_keywords(self, x, *, shift, scale, power=1):
     return (x * scale + shift) ** power
 

@@ -18,6 +18,7 @@ pytest.importorskip("transformers", minversion="5.23")
 pytest.importorskip("peft")
 import peft
 from hf_checkpoints import CASES, IDS, experts_of, load, logits, save
+from hf_models import make_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -185,3 +186,17 @@ def test_adapters_of_a_checkpoints_experts_train(layout, tmp_path):
     stored.save_pretrained(tmp_path / "adapter")  # the decoded model takes it too
     loaded = peft.PeftModel.from_pretrained(load(ordinary), tmp_path / "adapter")
     ref.assert_equal_elsewhere([logits(loaded)], [got[0]])
+
+
+def test_adapters_of_llama4_train():
+    """Its layer calls the wrapper of its experts, and gives what eager does."""
+    model = make_model("llama4")
+    eager = copy.deepcopy(model)
+    eager.set_experts_implementation("eager")
+    got, expected = (
+        step(adapted(m, TARGETS), IDS, labels=IDS, use_cache=False) for m in (model, eager)
+    )
+    torch.testing.assert_close(got[0], expected[0], rtol=1e-5, atol=1e-5)
+    assert len(got[1]) == 8  # two matrices for each of two weights, in two layers
+    for name, grad in expected[1].items():
+        torch.testing.assert_close(got[1][name], grad, rtol=1e-4, atol=1e-5, msg=name)

@@ -136,3 +136,10 @@ def test_blocks_that_are_none(block):
         NumberFormat("odd", E4M3, block, "fp32")
     with pytest.raises(ValueError, match="a format with tensor scales must have blocks"):
         NumberFormat("odd", E2M1, None, "e4m3")
+
+
+def test_elements_and_scales_that_are_none():
+    with pytest.raises(TypeError, match=r"element of odd must be an Element.*got torch.float8"):
+        NumberFormat("odd", torch.float8_e4m3fn, (1, 64), "fp32")
+    with pytest.raises(ValueError, match=r"scale of odd must be one of e8m0_up.*got 'float32'"):
+        NumberFormat("odd", E4M3, (1, 64), "float32")

@@ -538,6 +538,23 @@ def test_export(dynamic):
     torch.testing.assert_close(y, mlp(given[0], given[1], given[2], given[1]))
 
 
+def test_export_beside_a_module_of_the_same_ops():
+    """Its own op runs on fake tensors for the plan, which the graph must not record."""
+
+    class Scale(fz.BasicOperation):
+        def __init__(self):
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.randn(8))
+
+        def formula(self, x, scale):
+            return x * scale
+
+    module, _other = [fz.Sequential(fz.Linear(8, 8), Scale()) for _ in range(2)]
+    x = torch.randn(4, 8)
+    exported = torch.export.export(module, (x,))
+    assert torch.equal(exported.module()(x), module(x))
+
+
 def test_a_fused_op_of_another_machine_compiles_as_one_graph():
     mlp = ref.grouped_mlp(dtype=torch.bfloat16)
     x, splits, scales = ref.grouped_mlp_inputs(dtype=torch.bfloat16)
