@@ -462,6 +462,19 @@ def test_many_groups(tile, out_dtype):
     assert (dw[3] == 0).all()
 
 
+@pytest.mark.parametrize("tile", [*tiles.TILES["wgrad"]], ids=str)
+def test_tiles_are_read_before_their_slots_are_filled_again(tile):
+    """Where they were not, kernels of such groups stopped within 1000 launches."""
+    sizes = (*range(147, 211), *range(210, 146, -1))
+    dy, x = rows(sizes, 0, 6144), rows(sizes, 0, 768)
+    dw, ends = random(len(sizes), 6144, 768), ends_of(sizes)
+    with in_tile(tile):
+        for _ in range(1000):
+            ops.grouped_wgrad_([dw], dy, x, ends)
+    for e, p in [*groups(sizes)][::16]:
+        assert_close(dw[e], dy[p].float().T @ x[p].float())
+
+
 @pytest.mark.parametrize("sizes", [(0, 0, 0), (0, 0, 5), (4000, 0, 0), (1, 1, 1)], ids=str)
 def test_extreme_splits(sizes):
     x, w = rows(sizes, TAIL, 128), random(3, 128, 128, scale=0.09)
