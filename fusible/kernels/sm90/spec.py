@@ -58,7 +58,7 @@ def block_columns(kind: str, tile: Tile, out_dtype: str) -> int:
     """Columns of the blocks in which an epilogue writes its tile: 64, or 32.
 
     32 where 64 does not divide it or needs too much shared memory: an activation's backward and
-    ping-pong of more than 128 accumulator values a thread are faster with more pipeline stages.
+    tiles of more than 128 accumulator values a thread are faster with more pipeline stages.
     """
     crowded = kind in BACKWARD or tile.slabs * tile.n > 256
     return 32 if crowded or out_dtype == "float32" or tile.width(kind) % 64 else 64

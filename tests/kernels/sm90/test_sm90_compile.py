@@ -64,14 +64,13 @@ def variants(kind, tile):
         yield {"activation": "gelu", "row_scale": "float32", "weight_major": "n"}
     else:
         yield {"out_dtype": "float32", "accumulate": True, "table": True}
-        if tile.cluster_m == 1:
-            yield {}
+        yield {}
 
 
 def other_activations():
     """Those left, each with its backward, on the tiles that leave the fewest registers.
 
-    Of each shape that is the last, whose clusters have two rows: see ``supports_tile``.
+    Of each shape that is the last, whose clusters mostly have two rows: see ``supports_tile``.
     """
     act, dact = [*TILES["act"]][-1], [*TILES["dact"]][-1]
     yield Spec("act", act, activation="srelu", save_preact=False, weight_major="n", table=True)
@@ -82,10 +81,10 @@ def other_activations():
         ("sreglu", "float32"), ("situglu", "float32"), ("swiglu", ""),
     ):  # fmt: skip
         for kind in ("glu", "dglu") if name in ("geglu", "situglu") else ("dglu",):
-            sums = max(tile.slabs * tile.n for tile in TILES[kind])
-            large = [tile for tile in TILES[kind] if tile.slabs * tile.n == sums]
-            fit = [tile for tile in large if supports_tile(kind, tile, "k", 0, False, name)]
-            for tile in {(tile.m, tile.n): tile for tile in fit}.values():
+            fit = [t for t in TILES[kind] if supports_tile(kind, t, "k", 0, False, name)]
+            sums = max(tile.slabs * tile.n for tile in fit)
+            large = [tile for tile in fit if tile.slabs * tile.n == sums]
+            for tile in {(tile.m, tile.n): tile for tile in large}.values():
                 stripe = tile.n // 2 if kind == "glu" else 32
                 layout = {"paired": True, "stripe": stripe, "save_preact": kind == "glu"}
                 major = "k" if kind == "glu" else "n"

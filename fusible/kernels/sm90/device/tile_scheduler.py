@@ -270,7 +270,7 @@ class TileQueue:
         read = self.barriers + self.SLOTS + state.index
         # Always true: an arrival at another block's barrier can overtake the loads from the slot,
         # which is then filled again too early, unless it needs their values.
-        if (group >= -1) & (rows >= 0):
+        if (group >= -1) & (start >= 0) & (rows >= 0):
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(read, 0 if const_expr(self.blocks > 1) else None)
         state.advance()
