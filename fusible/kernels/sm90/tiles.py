@@ -203,6 +203,10 @@ class Constants(NamedTuple):
 
 
 MEASURED = Constants()
+_FEW_ROWS = 8
+"""Rows a group for which BF16 products get only tiles of 16 rows, where there are any.
+
+The model chooses no others in the cells that were measured, but smaller weights were not."""
 _LARGEST_GROUP = 1.5
 """Rows of a large group over the average, assumed for tiles of 16 rows.
 
@@ -299,8 +303,11 @@ def choose(
     ``fp8``: of FP8 operands, ``quantized``: of an output that is quantized.
     """
     needed = major, interleave, bias, activation, fp8, quantized
-    candidates = (FP8_TILES if fp8 else TILES)[kind]
+    table = (FP8_TILES if fp8 else TILES)[kind]
+    candidates = [tile for tile in table if supports_tile(kind, tile, *needed)]
+    if not fp8 and rows <= _FEW_ROWS * groups:
+        candidates = [tile for tile in candidates if tile.m < WARPGROUP_ROWS] or candidates
     return min(
-        [tile for tile in candidates if supports_tile(kind, tile, *needed)],
+        candidates,
         key=lambda tile: microseconds(kind, tile, rows, groups, columns, depth, sms, fp8),
     )
