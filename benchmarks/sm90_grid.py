@@ -7,8 +7,8 @@
     python benchmarks/sm90_grid.py --draw FILE
 
 Compiles on all cores, compares every tile with FP32 math, then times all contestants of a cell (a
-shape and an op) interleaved in one process, with CUDA events, from a flushed L2 cache: the median
-of five turns, of two for those more than a fourth slower than the best. The file is written after
+shape and an op) in one process, in random order, with CUDA events, from a flushed L2 cache: the
+median of eleven turns, of fewer for those that are slower than the best. The file is written after
 each shape; a summary comes last. Stops after ``--seconds``, compilation included.
 
 ``--fp8`` measures products of FP8 operands, quantized beforehand; no peer takes part.
@@ -509,13 +509,18 @@ def check_all(tasks: list[Task], context: Any) -> dict[Task, str]:
 
 # --- times ----------------------------------------------------------------------------------------
 
-_TURNS = 5
-_KEPT = 1.25  # times as long as the best: a contestant that is measured again
+_TURNS = 11
+_ALL, _MANY = 2, 5  # turns of all contestants, and of those that `_KEPT` says
+_KEPT = 1.25, 1.08  # times as long as the best of ours or of peers: those measured again
 _CLOCK = 2_000  # cycles of a microsecond, at most
 
 
 def race(calls: dict[str, Callable[[], Any]], flush: torch.Tensor) -> dict[str, float]:
-    """Milliseconds on the device of each call."""
+    """Milliseconds on the device of each call, the median of its turns.
+
+    Each turn has another order, drawn at random: a kernel takes some percent more or less by which
+    one ran before, since the GPU's power is limited.
+    """
     left = dict(calls)
     for name, run in calls.items():
         try:
@@ -528,23 +533,23 @@ def race(calls: dict[str, Callable[[], Any]], flush: torch.Tensor) -> dict[str, 
     torch.cuda.synchronize()
     times: dict[str, list[float]] = {name: [] for name in left}
     host = 200.0 * len(left)  # microseconds in which a turn is enqueued: no call waits for it
-    for turn in range(_TURNS):
+    generator = random.Random(0)
+    for turn in range(1, _TURNS + 1):
         taken, begin = {}, time.perf_counter()
         torch.cuda._sleep(int(1.2 * host * _CLOCK))
-        order = list(left.items())
-        first = turn * len(order) // _TURNS  # no contestant always comes first
-        for name, run in order[first:] + order[:first]:
+        for name in generator.sample(list(left), len(left)):
             flush.zero_()
-            taken[name] = timed(run)
+            taken[name] = timed(left[name])
         host = 1e6 * (time.perf_counter() - begin)
         torch.cuda.synchronize()
         for name, milliseconds in taken.items():
             times[name].append(milliseconds())
-        if turn == 0:
+        if turn < _ALL:
             continue
         least = {name: min(values) for name, values in times.items()}
         limit = {
-            peer: _KEPT * min((t for name, t in least.items() if is_peer(name) == peer), default=0)
+            peer: _KEPT[turn >= _MANY]
+            * min((t for name, t in least.items() if is_peer(name) == peer), default=0)
             for peer in (False, True)
         }
         left = {name: run for name, run in left.items() if least[name] <= limit[is_peer(name)]}

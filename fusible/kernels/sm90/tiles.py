@@ -159,8 +159,8 @@ def supports_tile(
     """Whether a kernel of ``kind`` can have a tile, for a weight of that ``major``.
 
     A ``quantized`` output needs tiles with `FP8_BLOCK` of its columns. Not supported, for want of
-    registers, are FP8 tiles (``fp8``) of 256 columns unless `fits_256_columns`; and, with more than
-    128 accumulator values a thread:
+    registers, are FP8 tiles (``fp8``) of 256 columns unless `fits_256_columns`; and, of
+    `Tile.is_crowded`:
 
     - a plain product: biases;
     - a gated activation: biases, transposed weights, stripes of 1, 2 and 4, and in three slabs of
@@ -171,18 +171,18 @@ def supports_tile(
     each half of a transposed weight's columns fills a row of shared memory, 64.
     """
     width = tile.width(kind)
-    crowded = fp8 and tile.n > 192 and not fits_256_columns(activation, bias)
-    if crowded or (quantized and width != FP8_BLOCK):
+    unfit = fp8 and tile.n > 192 and not fits_256_columns(activation, bias)
+    if unfit or (quantized and width != FP8_BLOCK):
         return False
-    spacious = tile.slabs * tile.n <= 256
     if kind == "dglu":
-        return spacious or (interleave != 16 and (tile.cluster_m == 1 or activation != "geglu"))
+        fits = interleave != 16 and (tile.cluster_m == 1 or activation != "geglu")
+        return fits or not tile.is_crowded
     if kind != "glu":
-        return kind != "store" or spacious or not bias
+        return kind != "store" or not (tile.is_crowded and bias)
     paired = interleave % width == 0
     if not (paired or width % interleave == 0) or (paired and major == "n" and width < 64):
         return False
-    if spacious:
+    if not tile.is_crowded:
         return True
     fits = tile.slabs < 3 or (
         activation != "situglu" and (activation, interleave) != ("clamped_qgeglu", 8)

@@ -50,8 +50,7 @@ class TileScheduler:
         self.tile_rows, self.down, self.skips_empty_groups = tile_rows, down, skips
         self.band = band
         if state is None:
-            if tile_rows:
-                self._prefetch()
+            self._prefetch()
             level = Int32(0) if tile_rows else self._highest_level()
             state = self._look(Int32(0), Int32(0), level, Int32(-1))
         self.base, self.last, self.start, self.rows, self.level, self.lower = state
@@ -96,7 +95,7 @@ class TileScheduler:
 
     @cute.jit
     def _prefetch(self):
-        """Bring all end rows to the L1 cache at once: looks at them come one after the other."""
+        """Bring all end rows to the L1 cache at once: each look waits for its own."""
         lines = cute.ceil_div(self.groups, _LANES)
         for line in cutlass.range(cute.arch.lane_idx(), lines, _LANES, unroll=1):
             at = (self.ends.iterator + line * _LANES).toint()
