@@ -103,8 +103,8 @@ def fill_empty(
     """
     lane = cute.arch.lane_idx()
     vector = cute.make_tensor(zeros.iterator, cute.make_layout(cute.size(zeros)))
-    for i in cutlass.range_constexpr(cute.size(zeros) // 32):
-        vector[lane + 32 * i] = zeros.element_type(0)
+    for i in cutlass.range(lane, cute.size(zeros), 32, unroll=8):
+        vector[i] = zeros.element_type(0)
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.sync_warp()
     block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
