@@ -88,8 +88,8 @@ def test_a_model_of_the_time_grows_with_the_work():
 @pytest.mark.parametrize(
     ("file", "cells", "within", "behind"),
     [
-        ("sm90_grid", 240, 0.97, 0.01),
-        ("sm90_drawn", 280, 0.97, 0.01),
+        ("sm90_grid", 240, 0.97, 0.011),
+        ("sm90_drawn", 460, 0.93, 0.016),
         ("sm90_fp8_grid", 250, 0.95, 0.014),
         ("sm90_fp8_drawn", 180, 0.91, 0.014),
         ("sm90_fp8_few_rows", 200, 0.92, 0.019),
@@ -99,7 +99,8 @@ def test_a_model_of_the_time_grows_with_the_work():
 def test_the_chosen_tile_is_nearly_the_best_that_was_measured(file, cells, within, behind):
     """Within 5 % in that share of the cells, and so far behind it on average.
 
-    The model was fitted to these files but for the two of drawn shapes of FP8 products.
+    The model was fitted to measurements of these shapes, but for 56 drawn ones and the two files of
+    drawn shapes of FP8 products.
     """
     regrets = [
         sm90_grid.regret_of(cell)[0]
@@ -122,7 +123,7 @@ def test_a_gated_product_gets_only_tiles_that_take_it():
                 width = Spec("glu", tile).width
                 assert interleave == 0 or max(width, interleave) % min(width, interleave) == 0
                 if major == "n" or bias or interleave in (1, 4):
-                    assert tile.slabs * tile.n <= 256
+                    assert not tile.is_crowded
 
 
 @pytest.mark.parametrize("rows", [8192, 16384, 131072])
