@@ -8,8 +8,9 @@
 
 Compiles on all cores, compares every tile with FP32 math, then times all contestants of a cell (a
 shape and an op) in one process, in random order, with CUDA events, from a flushed L2 cache: the
-median of eleven turns, of fewer for those that are slower than the best. The file is written after
-each shape; a summary comes last. Stops after ``--seconds``, compilation included.
+median of eleven turns, of fewer for those more than 8 % slower than the best of ours or of peers.
+The file is written after each shape; a summary comes last. Stops after ``--seconds``, compilation
+included.
 
 ``--fp8`` measures products of FP8 operands, quantized beforehand; no peer takes part.
 
@@ -509,9 +510,9 @@ def check_all(tasks: list[Task], context: Any) -> dict[Task, str]:
 
 # --- times ----------------------------------------------------------------------------------------
 
-_TURNS = 11
-_ALL, _MANY = 2, 5  # turns of all contestants, and of those that `_KEPT` says
-_KEPT = 1.25, 1.08  # times as long as the best of ours or of peers: those measured again
+_KEPT = 1.25, 1.08  # times as long as the best of ours, or of peers
+_ALL, _MANY, _TURNS = 2, 5, 11  # turns: of all contestants, of those within each of `_KEPT`
+_ORDER = random.Random(0)
 _CLOCK = 2_000  # cycles of a microsecond, at most
 
 
@@ -519,7 +520,7 @@ def race(calls: dict[str, Callable[[], Any]], flush: torch.Tensor) -> dict[str, 
     """Milliseconds on the device of each call, the median of its turns.
 
     Each turn has another order, drawn at random: a kernel takes some percent more or less by which
-    one ran before, since the GPU's power is limited.
+    one ran before.
     """
     left = dict(calls)
     for name, run in calls.items():
@@ -533,11 +534,10 @@ def race(calls: dict[str, Callable[[], Any]], flush: torch.Tensor) -> dict[str, 
     torch.cuda.synchronize()
     times: dict[str, list[float]] = {name: [] for name in left}
     host = 200.0 * len(left)  # microseconds in which a turn is enqueued: no call waits for it
-    generator = random.Random(0)
     for turn in range(1, _TURNS + 1):
         taken, begin = {}, time.perf_counter()
         torch.cuda._sleep(int(1.2 * host * _CLOCK))
-        for name in generator.sample(list(left), len(left)):
+        for name in _ORDER.sample(list(left), len(left)):
             flush.zero_()
             taken[name] = timed(left[name])
         host = 1e6 * (time.perf_counter() - begin)

@@ -91,6 +91,8 @@ def _measured_at(report: dict[str, Any]) -> str:
 
 def _sentences(report: dict[str, Any]) -> str:
     host, found = report["host_us"], [_measured_at(report)]
+    if older := report.get("older"):
+        found.append(f"Measured before: {older['what']} ({older['commit']}, {older['date']}).")
     for key, what in (("saved_mb", "Saved for the backward"), ("peak_mb", "Peak of both passes")):
         sizes = [f"{v['fused'][key]:.0f} MB ({v['torch'][key]:.0f})" for v in _large(report)]
         found.append(f"{what}, with PyTorch's in brackets: {', '.join(sizes)}.")
@@ -132,9 +134,11 @@ def gains_table(block: dict[str, Any], mlp: dict[str, Any], experts: dict[str, A
             what = f"grouped MLP, {cell['config']}, {cell['split']} rows"
             faster = f"{ms['torch'] / ms['fused']:.2f}"
             rows.append([what, "`grouped_mm`, compiled activation", faster, ", ".join(saved)])
-    where = _measured_at(block).removesuffix(".")
+    blocks, mlps = (_measured_at(report).removesuffix(".") for report in (block, mlp))
     columns = ["what", "compared with", "times as fast", "saved for the backward, MB: ours, theirs"]
-    return markdown(columns, rows, f"{where}; gpt-oss-20b at commit {case['commit']}.")
+    return markdown(
+        columns, rows, f"{blocks} (blocks). {mlps} (MLPs). gpt-oss-20b at commit {case['commit']}."
+    )
 
 
 def block_table(report: dict[str, Any], newer: dict[str, Any]) -> str:

@@ -63,7 +63,7 @@ def block_columns(kind: str, tile: Tile, out_dtype: str) -> int:
     """Columns of the blocks in which an epilogue writes its tile: 64, or 32.
 
     32 where 64 does not divide it or needs too much shared memory: an activation's backward and
-    crowded tiles are faster with more pipeline stages.
+    crowded tiles are faster with more pipeline stages. Of weight gradients see `Spec`.
     """
     narrow = kind in BACKWARD or tile.is_crowded or out_dtype == "float32"
     return 32 if narrow or tile.width(kind) % 64 else 64
@@ -181,7 +181,7 @@ class Spec(NamedTuple):
     def block_columns(self) -> int:
         """Columns of the blocks in which an epilogue writes its tile.
 
-        Weight gradients of 16-bit operands are faster in three blocks of 32 than in two of 64.
+        Weight gradients of 16-bit operands are faster in more blocks, of 32.
         """
         if self.kind == "wgrad" and not self.is_fp8:
             return 32
@@ -196,10 +196,11 @@ class Spec(NamedTuple):
     def stored_rows(self) -> int:
         """Rows of a block that one store writes: 64, or the 16 of a warp.
 
-        16 where the tile has no more, and in crowded weight gradients: the zeros for empty groups
-        are as large as a store, and with 64 rows leave room for two blocks instead of three.
+        16 where the tile has no more, and in weight gradients with room for few blocks: two in
+        FP32, and in crowded tiles if the zeros for empty groups, as large as a store, had 64 rows.
         """
-        by_warp = self.tile.m == WARP_ROWS or (self.kind == "wgrad" and self.tile.is_crowded)
+        few_blocks = self.tile.is_crowded or (self.out_dtype == "float32" and not self.is_fp8)
+        by_warp = self.tile.m == WARP_ROWS or (self.kind == "wgrad" and few_blocks)
         return WARP_ROWS if by_warp else WARPGROUP_ROWS
 
     @property

@@ -160,7 +160,7 @@ def supports_tile(
 
     A ``quantized`` output needs tiles with `FP8_BLOCK` of its columns. Not supported, for want of
     registers, are FP8 tiles (``fp8``) of 256 columns unless `fits_256_columns`; and, of
-    `Tile.is_crowded`:
+    crowded tiles (`Tile.is_crowded`):
 
     - a plain product: biases;
     - a gated activation: biases, transposed weights, stripes of 1, 2 and 4, and in three slabs of

@@ -118,5 +118,5 @@ def fill_empty(
                 offset = (index // across * box[0], index % across * box[1])
                 store_box(store.atom, out, box, offset, zeros)
                 cute.arch.cp_async_bulk_commit_group()
-                cute.arch.cp_async_bulk_wait_group(_FILLED // spec.zero_bytes, read=False)
+                cute.arch.cp_async_bulk_wait_group(_FILLED // spec.zero_bytes - 1, read=False)
     cute.arch.cp_async_bulk_wait_group(0, read=False)

@@ -95,7 +95,7 @@ class TileScheduler:
 
     @cute.jit
     def _prefetch(self):
-        """Bring all end rows to the L1 cache at once: each look waits for its own."""
+        """Bring all end rows to the L1 cache at once: looks wait for memory one after the other."""
         lines = cute.ceil_div(self.groups, _LANES)
         for line in cutlass.range(cute.arch.lane_idx(), lines, _LANES, unroll=1):
             at = (self.ends.iterator + line * _LANES).toint()
