@@ -95,6 +95,22 @@ def other_activations():
 FP8 = {"dtype": "float8_e4m3fn", "b_scale_layout": "blocks", "out_dtype": "bfloat16"}
 
 
+def quantized_variants(tile, halves):
+    """Those of a gated activation that is quantized."""
+    quantized = {**FP8, "b_dtype": "float8_e4m3fn", "out_format": fp8_block()}
+    kept = {**quantized, **halves, "quantize_preact": True}
+    yield {**quantized, **QGEGLU, **SINGLE_COLUMNS, "save_preact": True}
+    yield {**kept, **SWIGLU}
+    for save in (False, True):
+        yield {**quantized, **SWIGLU, **halves, "save_preact": save}
+    if not tile.pingpong:  # a thread has as many values in all of these tiles
+        yield {**quantized, **QGEGLU, **SINGLE_COLUMNS, "save_preact": False}
+        yield {**quantized, **QGEGLU, **BLOCKS_OF_16, "save_preact": True}
+        for name in ("geglu", "glu", "qgeglu", "reglu", "sreglu"):
+            yield {**quantized, "activation": name, **halves, "save_preact": True}
+        yield {**kept, "activation": "geglu"}
+
+
 def fp8_variants(kind, tile):
     """The same of FP8 operands."""
     halves = {"paired": True, "stripe": tile.n // 2}
@@ -108,15 +124,7 @@ def fp8_variants(kind, tile):
         yield {**FP8, **QGEGLU, **SINGLE_COLUMNS, "save_preact": True, "bias": bias}
         yield {**FP8, **SWIGLU, **halves, "save_preact": True}
         if supports_tile(kind, tile, "k", 0, False, "", True, quantized=True):
-            quantized = {**FP8, "b_dtype": "float8_e4m3fn", "out_format": fp8_block()}
-            for save in (False, True):
-                yield {**quantized, **SWIGLU, **halves, "save_preact": save}
-                yield {**quantized, **QGEGLU, **SINGLE_COLUMNS, "save_preact": save}
-            yield {**quantized, **QGEGLU, **BLOCKS_OF_16, "save_preact": True}
-            for name in ("geglu", "glu", "qgeglu", "reglu", "sreglu"):
-                yield {**quantized, "activation": name, **halves, "save_preact": True}
-            kept = {**quantized, **halves, "quantize_preact": True}
-            yield from ({**kept, **SWIGLU}, {**kept, "activation": "geglu"})
+            yield from quantized_variants(tile, halves)
         if supports_tile(kind, tile, "k", 0, False, "situglu", True):
             situglu = {"activation": "situglu", "row_scale": "float32"}
             yield {**FP8, **situglu, **halves, "save_preact": True}
