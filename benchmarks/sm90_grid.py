@@ -519,8 +519,7 @@ _CLOCK = 2_000  # cycles of a microsecond, at most
 def race(calls: dict[str, Callable[[], Any]], flush: torch.Tensor) -> dict[str, float]:
     """Milliseconds on the device of each call, the median of its turns.
 
-    Each turn has another order, drawn at random: a kernel takes some percent more or less by which
-    one ran before.
+    Each turn has another order, drawn at random, so that none always runs after the same one.
     """
     left = dict(calls)
     for name, run in calls.items():
