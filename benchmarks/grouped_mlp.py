@@ -32,6 +32,7 @@ from torch import Tensor
 
 import fusible as fz
 from fusible.kernels.glu import Glu
+from fusible.kernels.grouped.vectors import launch_group_ends
 from fusible.kernels.sm90.grouped_products import cached_products
 from fusible.kernels.sm90.tiles import rows_bucket
 from fusible.testing import assume_target
@@ -175,7 +176,7 @@ def host_phases(problem: Problem) -> dict[str, float]:
 
     @torch.no_grad()
     def launches() -> None:
-        ends = first.ends(problem.sizes, rows)
+        ends = launch_group_ends(problem.sizes, rows)
         preact, hidden, _ = first.glu(x, at1, ends, prob, Glu())
         second.forward(hidden, at2, ends)
         d_preact, hidden, _ = second.dglu(dy, at2, ends, preact, prob, Glu(), overwrite=True)

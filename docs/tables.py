@@ -91,8 +91,6 @@ def _measured_at(report: dict[str, Any]) -> str:
 
 def _sentences(report: dict[str, Any]) -> str:
     host, found = report["host_us"], [_measured_at(report)]
-    if older := report.get("older"):
-        found.append(f"Measured before: {older['what']} ({older['commit']}, {older['date']}).")
     for key, what in (("saved_mb", "Saved for the backward"), ("peak_mb", "Peak of both passes")):
         sizes = [f"{v['fused'][key]:.0f} MB ({v['torch'][key]:.0f})" for v in _large(report)]
         found.append(f"{what}, with PyTorch's in brackets: {', '.join(sizes)}.")
@@ -115,7 +113,7 @@ def gains_table(block: dict[str, Any], mlp: dict[str, Any], experts: dict[str, A
     """What a user gains over PyTorch and transformers, forward and backward, as Markdown."""
     rows = []
     release = block["environment"]["transformers"].removesuffix(".0")
-    for name, cell in block["shapes"].items():
+    for name, cell in _large_blocks(block).items():
         ratio, saved = cell["passes"][PASSES[1]]["ratio"], cell["saved_mb"]
         for who, what in (
             ("transformers grouped_mm", f"transformers {release}, `grouped_mm`"),
@@ -134,40 +132,39 @@ def gains_table(block: dict[str, Any], mlp: dict[str, Any], experts: dict[str, A
             what = f"grouped MLP, {cell['config']}, {cell['split']} rows"
             faster = f"{ms['torch'] / ms['fused']:.2f}"
             rows.append([what, "`grouped_mm`, compiled activation", faster, ", ".join(saved)])
-    blocks, mlps = (_measured_at(report).removesuffix(".") for report in (block, mlp))
+    measured = " ".join(dict.fromkeys(map(_measured_at, (block, mlp))))
     columns = ["what", "compared with", "times as fast", "saved for the backward, MB: ours, theirs"]
-    return markdown(
-        columns, rows, f"{blocks} (blocks). {mlps} (MLPs). gpt-oss-20b at commit {case['commit']}."
-    )
+    return markdown(columns, rows, f"{measured} gpt-oss-20b at commit {case['commit']}.")
 
 
-def block_table(report: dict[str, Any], newer: dict[str, Any]) -> str:
-    """The large shapes of ``benchmarks/moe_block.py``, forward + backward, as Markdown.
+def _large_blocks(report: dict[str, Any]) -> dict[str, Any]:
+    """What was measured of the blocks, but for the small one."""
+    return {name: cell for name, cell in report["shapes"].items() if name != "small"}
 
-    ``newer`` is the same beside a newer release of transformers.
-    """
-    releases = [r["environment"]["transformers"].removesuffix(".0") for r in (report, newer)]
+
+def block_table(report: dict[str, Any]) -> str:
+    """The large shapes of ``benchmarks/moe_block.py``, forward + backward, as Markdown."""
+    release = report["environment"]["transformers"].removesuffix(".0")
     columns = [
         "block",
         "ours, ms",
         "plain PyTorch / ours",
-        f"transformers {releases[0]} ({releases[1]}) / ours",
+        f"transformers {release} / ours",
         "peak memory, MB: ours, plain, transformers",
         "kept for the backward, MB: ours (`recompute_rows`), plain, transformers",
     ]
     rows = []
-    shapes = {name: cell for name, cell in report["shapes"].items() if name != "small"}
+    shapes = _large_blocks(report)
     for name, cell in shapes.items():
         ms, sizes = cell["passes"][PASSES[1]]["ms"], cell["sizes"]
         ours, again, *peers = ("fusible", "fusible, recompute", "torch", "transformers grouped_mm")
         plain, theirs = (f"{ms[who] / ms[ours]:.2f}" for who in peers)
-        beside_newer = newer["shapes"][name]["passes"][PASSES[1]]["ratio"][peers[1]]
         peak, saved = cell["peak_mb"], cell["saved_mb"]
         row = [
             f"{name}, {sizes['tokens']} tokens, top-{sizes['top_k']}",
             f"{ms[ours]:.3g}",
             plain,
-            f"{theirs} ({beside_newer:.2f})",
+            theirs,
             ", ".join(f"{peak[who]:.0f}" for who in (ours, *peers)),
             f"{saved[ours]:.0f} ({saved[again]:.0f}), "
             + ", ".join(f"{saved[who]:.0f}" for who in peers),
@@ -328,16 +325,14 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/checkpoints.md": {"layouts": lambda: layouts_table(LAYOUTS)},
     "README.md": {
         "gains": lambda: gains_table(
-            _results("moe_block_transformers_5_23"),
+            _results("moe_block"),
             _results("grouped_mlp"),
             _results("transformers_experts"),
         ),
     },
     "docs/results.md": {
         "measured": lambda: measured_table(_results("grouped_mlp")),
-        "block": lambda: block_table(
-            _results("moe_block"), _results("moe_block_transformers_5_23")
-        ),
+        "block": lambda: block_table(_results("moe_block")),
     },
     "docs/expert_parallel.md": {
         "model": lambda: markdown(expert_parallel_model.COLUMNS, expert_parallel_model.rows()),
