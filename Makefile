@@ -20,6 +20,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	cd benchmarks && ../$(BIN)/mypy
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

@@ -137,7 +137,11 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=1, help="blocks in a graph")
     options = parser.parse_args()
     rate = read_rate()
-    report = {"environment": environment(), "bytes per us": round(rate), "cells": []}
+    report: dict[str, Any] = {
+        "environment": environment(),
+        "bytes per us": round(rate),
+        "cells": [],
+    }
     print(f"{rate / 1e6:.2f} TB/s. us, share of the least time, relative to BF16")
     for model in options.model:
         torch.manual_seed(0)

@@ -301,9 +301,9 @@ def ours_from_dispatch(*made: Any, **options: Any) -> tuple[Experts, list[Tensor
 def step_of(experts: Experts, weights: list[Tensor], given: list[Tensor]) -> list[Tensor]:
     """Output and gradients of tokens, of their choices' weights and of the experts."""
     x, probs, ids, dy = given
-    leaves = [x.detach().requires_grad_(), probs.detach().requires_grad_()]
-    y = first(experts(*leaves, ids))
-    grads = torch.autograd.grad(y, [*leaves, *weights], dy)
+    x, probs = x.detach().requires_grad_(), probs.detach().requires_grad_()
+    y = first(experts(x, probs, ids))
+    grads = torch.autograd.grad(y, [x, probs, *weights], dy)
     return [local(t.detach()) for t in (y, *grads)]
 
 

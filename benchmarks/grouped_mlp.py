@@ -33,7 +33,7 @@ from torch import Tensor
 import fusible as fz
 from fusible.kernels.glu import Glu
 from fusible.kernels.grouped.vectors import launch_group_ends
-from fusible.kernels.sm90.grouped_products import cached_products
+from fusible.kernels.sm90.grouped_products import WeightProducts
 from fusible.kernels.sm90.tiles import rows_bucket
 from fusible.testing import assume_target
 
@@ -166,7 +166,7 @@ def host_phases(problem: Problem) -> dict[str, float]:
     with torch.no_grad():
         for_rows = rows_bucket(rows, w1.shape[0])
         first, second = [
-            cached_products(w.device, w.dtype, w.shape, w.stride(), False, for_rows)
+            WeightProducts(w.device, w.dtype, w.shape, w.stride(), False, for_rows)
             for w in (w1, w2)
         ]
         at1, at2 = w1.data_ptr(), w2.data_ptr()

@@ -47,7 +47,8 @@ def calls_of(recipe: Any = None, stored: bool = False, **options: Any) -> dict[s
         mlp = grouped_mlp(HIDDEN, INNER, GROUPS, **options)
     parameters = list(mlp.parameters())
     for parameter in parameters:
-        parameter.main_grad = torch.zeros(parameter.shape, device="cuda")
+        main_grad = torch.zeros(parameter.shape, device="cuda")
+        parameter.main_grad = main_grad  # type: ignore[attr-defined]
     x, dy = (torch.randn(ROWS, HIDDEN, device="cuda").bfloat16() for _ in range(2))
     scales = torch.rand(ROWS, device="cuda", requires_grad=True)
     splits = torch.full((GROUPS,), ROWS // GROUPS, device="cuda")

@@ -221,10 +221,10 @@ def problem(op: str, shape: Shape) -> tuple[int, int, int, int]:
 
 def chosen(op: str, shape: Shape, sms: int = 132) -> Tile:
     """The tile that an op gets."""
-    rows, *sizes = problem(op, shape)
-    rows, major = tiles.rows_bucket(rows, shape.experts), "n" if op in ("dglu", "dgrad1") else "k"
+    rows, groups, columns, depth = problem(op, shape)
+    rows, major = tiles.rows_bucket(rows, groups), "n" if op in ("dglu", "dgrad1") else "k"
     options = {"fp8": is_fp8(op), "quantized": op.endswith("quantized")}
-    return tiles.choose(KINDS[op], rows, *sizes, sms, major, **options)
+    return tiles.choose(KINDS[op], rows, groups, columns, depth, sms, major, **options)
 
 
 # --- tiles ----------------------------------------------------------------------------------------
@@ -733,8 +733,11 @@ class _Fitted:
         """What is minimised; ``temperature``: the relative time within which choices are alike."""
         constants = tiles.Constants(*self.shared.exp())
         expected = torch.cat([
-            tiles.microseconds(kind, tile, *sizes, 132, fp8, tiles.Cost(*cost.exp()), constants)
-            for ((kind, fp8, tile), sizes), cost in zip(
+            tiles.microseconds(
+                kind, tile, rows, groups, columns, depth, 132, fp8,
+                tiles.Cost(*cost.exp()), constants,
+            )
+            for ((kind, fp8, tile), (rows, groups, columns, depth)), cost in zip(
                 self.sizes.items(), self.costs, strict=True
             )
         ]).log()  # fmt: skip
