@@ -30,8 +30,8 @@ from fusible.recipes.wrapper import WrapperTensor, kinds_of_pieces, overwrite
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation that is not made of others."""
-    if func.overloadpacket in _REFUSED:
-        raise NotImplementedError(f"{func} {_REFUSED[func.overloadpacket]}")
+    if func._schema.name in _REFUSED:
+        raise NotImplementedError(f"{func} {_REFUSED[func._schema.name]}")
     if args and isinstance(args[0], WrapperTensor):
         special = _OF_GROUPED if args[0].ends is not None else _OF_QUANTIZED
         if func in special and not (func in _PARTS and forward_ad._current_level >= 0):
@@ -80,7 +80,7 @@ def _returns_view(func: Any) -> bool:
 def _run_on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation on the values, and quantize again what it wrote."""
     shape_only = _reads_shape_only(func.overloadpacket)
-    values: dict[int, Tensor] = {}
+    values: dict[tuple[Any, ...], Tensor] = {}  # by memory: aliases see each other's writes
 
     def value(x: Any) -> Any:
         if isinstance(x, ValuesView):
@@ -88,12 +88,13 @@ def _run_on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             return x.plain
         if not isinstance(x, WrapperTensor):
             return x
-        if id(x) not in values:
+        memory = _memory(x)
+        if memory not in values:
             if shape_only and x is args[0]:
-                values[id(x)] = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+                values[memory] = torch.empty(x.shape, dtype=x.dtype, device=x.device)
             else:
-                values[id(x)] = implicit_values(func, x)
-        return values[id(x)]
+                values[memory] = implicit_values(func, x)
+        return values[memory]
 
     plain_args, plain_kwargs = pytree.tree_map(value, (args, kwargs))
     if func is _aten._sparse_mm_reduce_impl.default:
@@ -103,15 +104,18 @@ def _run_on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     result = func(*plain_args, **plain_kwargs)
     names = [a.name for a in func._schema.arguments]
     arguments = dict(zip(names, args, strict=False)) | kwargs
-    written = [a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
-    leaves = pytree.tree_leaves([arguments.get(name) for name in written])
+    leaves = pytree.tree_leaves([arguments.get(name) for name in _written(func)])
+    if func.namespace == "c10d" and any(isinstance(leaf, DispatchedTensor) for leaf in leaves):
+        for work in pytree.tree_leaves(result):
+            if isinstance(work, torch.ScriptObject):
+                work.wait()  # type: ignore[attr-defined]
     if torch.Tag.inplace_view not in func.tags:
         _check_sizes(func, leaves, values)
     for shared in {leaf.shared for leaf in leaves if isinstance(leaf, ValuesView)}:
         shared.quantize()
     for leaf in leaves:
         if isinstance(leaf, WrapperTensor):
-            leaf.quantize_(values[id(leaf)])
+            leaf.quantize_(values[_memory(leaf)])
         # PyTorch leaves the versions of a list to the operations on its members.
         if func.__name__.startswith("_foreach") and isinstance(leaf, DispatchedTensor):
             increment_version([] if leaf.is_inference() else leaf)
@@ -120,11 +124,30 @@ def _run_on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             func(*args, **kwargs)  # the shape of the view itself
     # An in-place operation returns the tensor that it wrote, not its values.
     of_values = {
-        id(leaf.plain if isinstance(leaf, ValuesView) else values.get(id(leaf))): leaf
-        for leaf in leaves
-        if isinstance(leaf, DispatchedTensor)
+        id(_values_of(leaf, values)): leaf for leaf in leaves if isinstance(leaf, DispatchedTensor)
     }
     return pytree.tree_map_only(Tensor, lambda t: of_values.get(id(t), t), result)
+
+
+def _written(func: Any) -> list[str]:
+    """Return the names of the arguments that an operation writes."""
+    arguments = func._schema.arguments
+    if func.namespace == "c10d":  # whose schemas do not say so; the first one, if any
+        return [arguments[0].name] if func.overloadpacket.__name__.endswith("_") else []
+    return [a.name for a in arguments if a.alias_info and a.alias_info.is_write]
+
+
+def _memory(q: WrapperTensor) -> tuple[Any, ...]:
+    """Return what tensors of the same stored tensors, shape and dtype have in common."""
+    # A symbolic size has no hash, but a name.
+    return (str(q.shape), q.dtype, *map(id, q.pieces().values()))
+
+
+def _values_of(x: Any, values: dict[tuple[Any, ...], Tensor]) -> Tensor | None:
+    """Return the values of an argument that this module works on, None for another one."""
+    if isinstance(x, ValuesView):
+        return x.plain
+    return values[_memory(x)] if isinstance(x, WrapperTensor) else None
 
 
 def _reads_shape_only(packet: Any) -> bool:
@@ -133,10 +156,10 @@ def _reads_shape_only(packet: Any) -> bool:
     return name.endswith("_like") or name.startswith("new_") or packet in _FILLS
 
 
-def _check_sizes(func: Any, written: Sequence[Any], values: dict[int, Tensor]) -> None:
+def _check_sizes(func: Any, written: Sequence[Any], values: dict[tuple[Any, ...], Tensor]) -> None:
     """Raise ValueError where an operation has resized what it was given as ``out=``."""
     for x in written:
-        new = x.plain if isinstance(x, ValuesView) else values.get(id(x))
+        new = _values_of(x, values)
         if new is None or new.shape == x.shape:
             continue
         got = tuple(new.shape)
@@ -433,11 +456,18 @@ def _shared_versions() -> Iterator[None]:
 
 
 _aten = torch.ops.aten
+_RECEIVE = (
+    "needs memory to receive into, which a quantized tensor has not; receive into an ordinary "
+    "tensor and copy_ it"
+)
 _REFUSED = {
-    _aten.set_: "needs a tensor with memory of its own, which a quantized one has not; use copy_, "
-    "or assign to .data",
-    _aten.erfinv_: "of a quantized tensor would be of values that were rounded, up to 1 and to "
+    "aten::set_": "needs a tensor with memory of its own, which a quantized one has not; use "
+    "copy_, or assign to .data",
+    "aten::erfinv_": "of a quantized tensor would be of values that were rounded, up to 1 and to "
     "infinity; initialize an ordinary tensor and copy_ it",
+    # They may have to return before the sender sends.
+    "c10d::recv_": _RECEIVE,
+    "c10d::recv_any_source_": _RECEIVE,
 }
 _REACH_MEMORY = {_aten.as_strided, _aten.as_strided_, _aten.resize_, _aten.resize_as_}
 """They may give a view elements of the memory that it did not hold."""
