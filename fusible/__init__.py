@@ -28,6 +28,7 @@ from fusible.recipes import (
     get_default_recipe,
     keep_recipe,
     quantized_model_init,
+    recipe_context_fn,
 )
 
 __version__ = "0.1.0"
@@ -66,6 +67,13 @@ _NOT_OFFERED = {
         "NVFP4Tensor",
     ),
     "explain says how a GroupedLinear runs": ("is_op_fuser_grouped_tensor_path_supported",),
+    "every op is fusible.X; rules choose fused ops": ("basic", "fused"),
+    "recipes are in fusible.recipes": ("common",),
+    "PyTorch's are meant: torch.optim, torch.autograd.graph.save_on_cpu, the CUDA generator": (
+        "CudaRNGStatesTracker",
+        "get_cpu_offload_context",
+        "optimizers",
+    ),
     recipes.DelayedScaling.why: ("DelayedScaling",),
 }
 
@@ -107,6 +115,7 @@ __all__ = [
     "keep_recipe",
     "ops",
     "quantized_model_init",
+    "recipe_context_fn",
     "recipes",
     "register_rule",
     "unregister_rule",

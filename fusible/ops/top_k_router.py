@@ -16,7 +16,14 @@ from fusible.fuser.context import OperationContext
 from fusible.fuser.op_facts import Dtypes, autocast_to
 from fusible.kernels import moe
 from fusible.ops.collectives import all_reduce
-from fusible.ops.inputs import check_device, check_dtype, check_features, check_sizes, wrong_shape
+from fusible.ops.inputs import (
+    FLOAT_DTYPES,
+    check_device,
+    check_dtype,
+    check_features,
+    check_sizes,
+    wrong_shape,
+)
 from fusible.ops.op import BasicOperation, Grads, OpGrads
 from fusible.recipes.product import values
 
@@ -207,7 +214,7 @@ class TopKRouter(BasicOperation):
 
     def output_dtypes(self, given: Dtypes) -> tuple[torch.dtype | None, ...]:
         """The input's; what is chosen by FP32 (FP64) logits, and the losses of them."""
-        if given.input is None:
+        if given.input not in FLOAT_DTYPES:  # or not known
             return (None,) * (1 + self.num_extra_outputs)
         wide = formulas.math_dtype(_product_dtype(given.input, given.params[0], given.autocast))
         return (given.input, wide, torch.int64, *[wide] * (self.num_extra_outputs - 2))

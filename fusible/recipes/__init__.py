@@ -1,6 +1,6 @@
 """Number formats, quantization, quantized tensors and recipes."""
 
-from fusible.recipes.autocast import autocast, current_recipe, keep_recipe
+from fusible.recipes.autocast import autocast, current_recipe, keep_recipe, recipe_context_fn
 from fusible.recipes.checkpoint_state import register_state_hooks, tensor_from_state, tensor_state
 from fusible.recipes.grouped import (
     GroupedQuantizer,
@@ -79,6 +79,7 @@ __all__ = [
     "quantize_operand",
     "quantized_model_init",
     "random_key",
+    "recipe_context_fn",
     "register_state_hooks",
     "swizzle_block_scales",
     "tensor_from_state",

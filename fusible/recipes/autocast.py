@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -70,7 +70,8 @@ def _repeated(runner: Any) -> Recipe | None:
         raise RuntimeError(
             f"a checkpointed forward of {runner!r} must be repeated under its own recipe, but "
             f"forwards ran under several ({names}); "
-            "wrap the checkpointed function: checkpoint(keep_recipe(fn), ...)"
+            "wrap the checkpointed function, checkpoint(keep_recipe(fn), ...), or give it "
+            "context_fn=fusible.recipe_context_fn"
         )
     return recipes.pop()
 
@@ -155,3 +156,12 @@ def keep_recipe(function: Callable[P, R]) -> Callable[P, R]:
     if not callable(function):
         raise TypeError(f"keep_recipe takes a function or a module, got {function!r}")
     return _bound(function, _thread.recipe)
+
+
+def recipe_context_fn() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return contexts for the first and the repeated forward: the second has the recipe in force.
+
+    What ``keep_recipe`` does, where PyTorch or a framework calls ``checkpoint``:
+    ``checkpoint(fn, x, use_reentrant=False, context_fn=recipe_context_fn)``. Not in compiled code.
+    """
+    return nullcontext(), _Scope(_thread.recipe)

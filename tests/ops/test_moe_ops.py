@@ -850,6 +850,8 @@ def test_refused_calls_of_the_router():
         router(torch.zeros(3, 7))
     with pytest.raises(ValueError, match="input of TopKRouter must be one of"):
         router(torch.zeros(3, HIDDEN, dtype=torch.int64))
+    with pytest.raises(ValueError, match="input of TopKRouter must be one of"):
+        router(torch.zeros(3, HIDDEN).to(torch.float8_e4m3fn))
     with pytest.raises(ValueError, match="needs expert_bias=True"):
         router.update_expert_bias(torch.ones(EXPERTS))
     router = fz.TopKRouter(HIDDEN, EXPERTS, 2, expert_bias=True)

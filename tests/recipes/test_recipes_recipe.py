@@ -513,6 +513,14 @@ def test_a_module_run_under_several_recipes_says_so_and_keep_recipe_helps(call):
     assert model.seen == [MX, MX]
 
 
+def test_a_checkpoints_context_keeps_the_recipe():
+    model, options = Rounds(), {"use_reentrant": False, "context_fn": recipes.recipe_context_fn}
+    for recipe in (BLOCK, MX):
+        model.seen.clear()
+        gradient(model, lambda m, x: checkpoint(m, x, **options), recipe, backward_scope=NV)
+        assert model.seen == [recipe, recipe]
+
+
 # --- The product ---------------------------------------------------------------------------------
 
 
