@@ -54,7 +54,7 @@ def deinterleave_glu_tensor(tensor: Tensor, interleave_size: int) -> Tensor:
 
 
 def _available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """True, with ``return_reason`` an empty reason too: it runs on every machine.
+    """True, or ``(True, "")`` with ``return_reason``: every format runs on every machine.
 
     ``fusible.explain`` says what has kernels of its own.
     """

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fusible.fuser.context import OperationContext
 from fusible.kernels.runtime.launch import aligned
-from fusible.kernels.sm100 import limits, operands, padding
+from fusible.kernels.sm100 import limits, operands, ops, padding
 from fusible.kernels.sm100.padding import PaddedGroups
 from fusible.kernels.sm100.quantizer import QuantizeOptions
 from fusible.kernels.stacking import write
@@ -32,7 +32,7 @@ from fusible.ops.grouped_kernels import (
 from fusible.ops.matrices import buffer_rows
 from fusible.ops.weights import quantize_weights, stack_weights
 from fusible.ops.wgrad import WeightGradient
-from fusible.recipes.matrix import Operand, OperandData, QuantizedMatrix, Uses
+from fusible.recipes.matrix import Operand, OperandData, Uses
 from fusible.recipes.product import is_quantized, quantize_operand
 from fusible.recipes.recipe import Recipe, Role
 from fusible.recipes.tensor import QuantizedTensor
@@ -132,20 +132,18 @@ class Sm100Kernels(GroupedKernels):
 
     def weight_grad(self, call: LinearCall, dy: OperandData, x: OperandData) -> WeightGradient:
         """See `GroupedKernels`."""
-        padded = call.groups
+        given = operands.wgrad_operands(dy, x, call.groups)
 
         def gradient(out: Sequence[Tensor] | None, accumulate: bool) -> Tensor | None:
             if out is None:
-                return operands.wgrad(dy, x, padded)
+                return ops.wgrad(given, torch.bfloat16)
             if operands.supports_wgrad_outputs(out):
-                operands.wgrad_(list(out), dy, x, padded, accumulate)
+                ops.wgrad_(list(out), given, accumulate)
                 return None
-            write(out, operands.wgrad(dy, x, padded, torch.float32), accumulate)
+            write(out, ops.wgrad(given, torch.float32), accumulate)
             return None
 
-        both = [t for of in (dy, x) for t in (of if isinstance(of, QuantizedMatrix) else (of,))]
-        reads = *both, padded.ends, padded.rows
-        return WeightGradient(gradient, tuple([t for t in reads if isinstance(t, Tensor)]))
+        return WeightGradient(gradient, tuple([t for t in given if t is not None]))
 
     def saves_activation(self, ctx: OperationContext, act: Any) -> bool:
         """Always: its kernel quantizes it for both uses."""

@@ -86,10 +86,10 @@ class SavedRowsPool:
         """Return whether the rows of a step did not fit; synchronises."""
         return self.peak_bytes() > self._lines * LINE
 
-    def save(self, context: OperationContext) -> Restore:
+    def save(self, context: OperationContext) -> RestoreByPlace:
         """Copy what an op has saved of its rows."""
         ends = context.row_ends
-        found: Restore = {}
+        found: RestoreByPlace = {}
         for place in () if ends is None else context.grouped_rows:
             rows = context.to_save[place]
             fits = rows is not None and rows.device == self._memory.device and supports_copy(rows)
@@ -111,7 +111,7 @@ class SavedRowsPool:
         return restore(self._memory, *copy)
 
 
-Restore = dict[int, Callable[[], Tensor]]
+RestoreByPlace = dict[int, Callable[[], Tensor]]
 """What gives the rows in a pool, by place among what an op saves."""
 
 
@@ -124,12 +124,12 @@ def active_pool() -> SavedRowsPool | None:
     return None if pool is None or hooks_hold_saved() else pool
 
 
-def without_rows(context: OperationContext, rows: Restore) -> list[Tensor | None]:
+def without_rows(context: OperationContext, rows: RestoreByPlace) -> list[Tensor | None]:
     """The tensors that an op saves, None for those in a pool."""
     return [None if i in rows else t for i, t in enumerate(context.to_save)]
 
 
-def with_rows(saved: tuple[Tensor | None, ...], rows: Restore) -> tuple[Tensor | None, ...]:
+def with_rows(saved: tuple[Tensor | None, ...], rows: RestoreByPlace) -> tuple[Tensor | None, ...]:
     """The tensors that an op has saved, with those from the pool."""
     if not rows:
         return saved

@@ -54,35 +54,30 @@ class Activation(CastingOp):
             if cls.__module__.startswith("fusible."):
                 Activation.pattern_types += (cls,)
 
-    def options(self) -> dict[str, float]:
-        """The constants of the formula, by keyword."""
-        options = ACTIVATIONS[self.activation].options
-        return {option.keyword: getattr(self, option.attribute) for option in options}
-
     @property
     def glu(self) -> Glu:
         """The activation with its options, as an argument of the grouped products."""
-        return Glu(self.activation, self.glu_interleave_size or 0, *self.options().values())
+        options = ACTIVATIONS[self.activation].options
+        constants = [getattr(self, option.attribute) for option in options]
+        return Glu(self.activation, self.glu_interleave_size or 0, *constants)
 
     @property
     def clamp(self) -> tuple[float, float] | None:
         """Limit and slope of a clamped gated unit, None of another activation."""
-        options = self.options()
-        return (options["limit"], options["alpha"]) if "limit" in options else None
+        glu = self.glu
+        return (glu.limit, glu.alpha) if "limit" in glu.options else None
 
     def value(self, x: Tensor, scales: Tensor | None = None) -> Tensor:
         """The activation, times one scale per row if there are any."""
         if self.gated:
             check_interleaved(x, self.glu_interleave_size, type(self).__name__)
-        row = ACTIVATIONS[self.activation]
-        return row.forward(x, scales, self.glu_interleave_size, **self.options())
+        return self.glu.forward(x, scales)
 
     def grads(
         self, dy: Tensor, x: Tensor, scales: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Gradients of the input and of the scales, if there are any."""
-        row = ACTIVATIONS[self.activation]
-        return row.backward(dy, x, scales, self.glu_interleave_size, **self.options())
+        return self.glu.backward(dy, x, scales)
 
     def save_inputs(self, ctx: OperationContext, x: Tensor, *scales: Tensor | None) -> None:
         """Save ``(x, *scales)`` for the backward, also of an input that a fused op computed.

@@ -405,7 +405,7 @@ def _reads_sizes(device: torch.device) -> bool:
 def _balanced(ids: Tensor, settings: Settings) -> Routed:
     """The result of :func:`_route_copies` for equal token counts and balanced choices.
 
-    For fake tensors, whose values nobody knows.
+    For fake tensors, which have no values.
     """
     group, processes, (tokens, k) = settings.group, settings.processes, ids.shape
     width = k if settings.mode == "rows" else processes

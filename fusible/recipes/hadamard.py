@@ -32,14 +32,14 @@ def transform(x: Tensor, ends: Tensor | None = None) -> Tensor:
     rounds, unless ``x`` is FP32. ``ends`` are the end rows of groups, at which blocks start anew.
     """
     signs = _signs(x.device)
-    out = _of_blocks(x.float(), ends, lambda blocks: _hadamard(blocks * signs))
+    out = _map_whole_blocks(x.float(), ends, lambda blocks: _hadamard(blocks * signs))
     return out if x.dtype == torch.float32 else out.to(torch.bfloat16)
 
 
 def inverse(y: Tensor, ends: Tensor | None = None) -> Tensor:
     """Undo `transform`, in FP32."""
     signs = _signs(y.device)
-    return _of_blocks(y.float(), ends, lambda blocks: _hadamard(blocks) * signs)
+    return _map_whole_blocks(y.float(), ends, lambda blocks: _hadamard(blocks) * signs)
 
 
 def _signs(device: torch.device) -> Tensor:
@@ -61,7 +61,9 @@ def _hadamard(blocks: Tensor) -> Tensor:
     return torch.stack(rows, -2) * SCALE
 
 
-def _of_blocks(x: Tensor, ends: Tensor | None, function: Callable[[Tensor], Tensor]) -> Tensor:
+def _map_whole_blocks(
+    x: Tensor, ends: Tensor | None, function: Callable[[Tensor], Tensor]
+) -> Tensor:
     """``x`` with ``function`` of its whole blocks ``[..., 16, columns]``."""
     rows = x.shape[-2]
     if ends is None:

@@ -182,7 +182,7 @@ def unswizzle_block_scales(
     shape = tuple(shape)
     groups = {"ends": ends, "starts": starts, "sizes": sizes}
     rows, ends = _checked(swizzled, shape, groups, rows, columnwise, block_size)
-    wanted = _swizzled_shape(shape, ends, rows, columnwise, block_size)
+    wanted = _shape_of_result(shape, ends, rows, columnwise, block_size)
     if tuple(swizzled.shape) != wanted:
         raise ValueError(
             f"swizzled scales of shape {shape} must have shape {wanted}, got "
@@ -252,7 +252,7 @@ def _ends_of(scale: Tensor, groups: dict[str, Tensor | None], rows: int) -> Tens
     return offsets.cumsum(0) if name == "sizes" else offsets
 
 
-def _swizzled_shape(
+def _shape_of_result(
     shape: Sequence[int], ends: Tensor | None, rows: int, columnwise: bool, block_size: int
 ) -> tuple[int, ...]:
     if columnwise:
@@ -291,7 +291,7 @@ def _unswizzle(
 
 _swizzle_op = define(
     _swizzle,
-    lambda scale, *rest: scale.new_empty(_swizzled_shape(scale.shape, *rest)),
+    lambda scale, *rest: scale.new_empty(_shape_of_result(scale.shape, *rest)),
     name="swizzle_block_scales",
 )
 _unswizzle_op = define(

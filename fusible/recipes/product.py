@@ -91,9 +91,8 @@ def quantize_operand(
             f"a grouped operand must have the product's {ends.shape[0]} groups, got {x!r}"
         )
     rowwise, columnwise = uses.rowwise, uses.columnwise
-    has_columnwise = x.columnwise_data is not None or not fmt.directional
     blocks_match = not (fmt.hadamard and columnwise) or _blocks_match(x, ends)
-    keeps_columnwise = has_columnwise and blocks_match
+    keeps_columnwise = x.has_columnwise and blocks_match
     missing = Uses(rowwise and x.rowwise_data is None, columnwise and not keeps_columnwise)
     made = Operand()
     if any(missing):

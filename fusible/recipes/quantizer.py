@@ -88,11 +88,10 @@ class Quantizer:
 
     def _holds(self, x: WrapperTensor) -> bool:
         """Return whether ``x`` is quantized as this quantizer would, for all of its uses."""
-        columnwise = x.columnwise_data is not None or not self.format.directional
         return (
             x.format_constants == self.format.as_constants()
             and (x.has_rowwise or not self.rowwise_usage)
-            and (columnwise or not self.columnwise_usage)
+            and (x.has_columnwise or not self.columnwise_usage)
         )
 
     def __repr__(self) -> str:

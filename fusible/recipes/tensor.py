@@ -50,11 +50,6 @@ class QuantizedTensor(WrapperTensor, DispatchedTensor):
         return self.format.element.dtype
 
     @property
-    def has_columnwise(self) -> bool:
-        """Tell whether column-wise use is possible."""
-        return self.columnwise_data is not None or not self.format.directional
-
-    @property
     def data(self) -> QuantizedTensor:
         """Return what is stored, without history."""
         return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]

@@ -87,6 +87,12 @@ class WrapperTensor(torch.Tensor):
         """Tell whether row-wise use is possible."""
         return self.rowwise_data is not None
 
+    @property
+    def has_columnwise(self) -> bool:
+        """Tell whether column-wise use is possible."""
+        shared = self.format is not None and not self.format.directional
+        return shared or self.columnwise_data is not None
+
     def matrix(self, *, columnwise: bool = False) -> QuantizedMatrix:
         """Return the matrix for one use; ValueError if the tensor has not got it."""
         tensors = self.tensors_of(columnwise=columnwise)

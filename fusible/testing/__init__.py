@@ -8,9 +8,6 @@ from contextlib import contextmanager
 from fusible.fuser.target import Target, assume
 from fusible.kernels.runtime.provider import use_provider
 
-# Modules that emulate the kernels of another package in plain PyTorch, by architecture family.
-_EMULATORS = {"sm100": "fusible.testing.emulator_sm100"}
-
 
 @contextmanager
 def assume_target(target: Target | str, provider: object | None = None) -> Iterator[Target]:
@@ -22,7 +19,7 @@ def assume_target(target: Target | str, provider: object | None = None) -> Itera
             functions; by default an emulator in plain PyTorch, which runs on any device.
     """
     on = Target.parse(target)
-    if provider is None:
-        provider = _EMULATORS.get(on.family)
-    with assume(on), use_provider(on.family, provider):
+    if provider is None and on.family == "sm100":
+        provider = "fusible.testing.emulator_sm100"
+    with assume(on), use_provider(provider):
         yield on

@@ -334,11 +334,11 @@ class ScaledTwice(fz.FusedOperation):
 
     def fuser_forward(self, basic_op_ctxs, input_, **_):
         first, second = self.basic_ops
-        return provider("sm100").scale(input_, first.scale * second.scale), [(), ()]
+        return provider().scale(input_, first.scale * second.scale), [(), ()]
 
     def fuser_backward(self, basic_op_ctxs, grad_output, **_):
         first, second = self.basic_ops
-        dx = provider("sm100").scale(grad_output, first.scale * second.scale)
+        dx = provider().scale(grad_output, first.scale * second.scale)
         return dx, [(), ()], [(), ()]
 
 
@@ -421,11 +421,11 @@ def test_blackwell_gpus_share_their_kernels(target):
     """By default those of the cudnn package, imported when they are first asked for."""
     kernels = Kernels()
     with assume_target(target, kernels):
-        assert provider("sm100") is kernels
+        assert provider() is kernels
     pytest.importorskip("cudnn")
     names = "grouped_gemm", "grouped_gemm_glu", "grouped_gemm_dglu", "grouped_gemm_quant"
     for name in (*names, "grouped_gemm_wgrad"):
-        assert callable(getattr(provider("sm100"), f"{name}_wrapper_sm100"))
+        assert callable(getattr(provider(), f"{name}_wrapper_sm100"))
 
 
 @pytest.mark.usefixtures("fresh_compiler")

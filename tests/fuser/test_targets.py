@@ -114,7 +114,7 @@ def test_a_compilation_is_logged_at_the_first_launch_of_a_configuration(monkeypa
     monkeypatch.setattr(launch, "_last_streams", {})
     kernels = SimpleNamespace(grouped_gemm_wrapper_sm100=lambda: None)
     told = []
-    with use_provider("sm100", kernels), caplog.at_level(logging.INFO, "fusible"):
+    with use_provider(kernels), caplog.at_level(logging.INFO, "fusible"):
         for device, size in ((GPU, 1), (GPU, 1), (GPU, 2), (torch.device("cuda", 1), 1), (CPU, 3)):
             caplog.clear()
             ops._run(device, "grouped_gemm", (size,))

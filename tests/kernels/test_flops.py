@@ -9,7 +9,8 @@ from number_formats import BLOCK_FP8, CURRENT, KINDS
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import fusible as fz
-from fusible.kernels.sm100.padding import padded_rows
+from fusible.kernels.sm100.limits import GROUP_ROWS
+from fusible.recipes.blocks import padded_size
 from fusible.testing import assume_target
 
 TOKENS, HIDDEN, INNER, EXPERTS, TOP_K = 64, 128, 256, 4, 2
@@ -55,7 +56,7 @@ def test_a_moe_block_counts_as_its_closed_form(target, recipe, single):
     assert fused_on_sm100 == (target == "sm100" and (not recipe or "block" not in recipe.name)
                               and recipe is not CURRENT)  # fmt: skip
     if fused_on_sm100:
-        rows = padded_rows(rows, EXPERTS)
+        rows = padded_size(rows, EXPERTS, GROUP_ROWS)
     router, mlp = 2 * TOKENS * HIDDEN * EXPERTS, 2 * HIDDEN * (2 * INNER + INNER)
     reduced = rows
     if target == "sm90" and recipe is BLOCK_FP8:  # rows of FP8 weight gradients

@@ -42,9 +42,37 @@ def grouped_mm(
     ends: Tensor,
     bias: Tensor | None = None,
     row_scale: Tensor | None = None,
+    glu: Glu | None = None,
 ) -> Tensor | NotImplementedType:
-    """`definitions.stored_mm`."""
-    return _product(x, w, fmt, ends, bias, row_scale, None)
+    """`definitions.stored_mm`; with ``glu`` `definitions.stored_glu`, of those scales."""
+    groups, features, depth = shape = _shape(w, fmt)
+    activated = glu is None or limits.supports_activation(glu.activation, glu.interleave, features)
+    if not (activated and _reads(x, w, fmt, shape)):
+        return NotImplemented
+    rows, columns = x.shape[0], features if glu is None else features // glu.sides
+    if glu is None and bias is None:
+        row_scale = None  # it multiplies the bias only
+    bias, row_scale = _checked(x, w, fmt, shape, ends, bias, row_scale)
+    out = x.new_empty(rows, columns)
+    if rows == 0:
+        return out
+    spec = FewRowsSpec(
+        fmt,
+        len(w.data) > 1,
+        bias is not None,
+        "" if row_scale is None else PTX_NAMES[row_scale.dtype],
+        "" if glu is None else glu.activation,
+        0 if glu is None else glu.interleave,
+        glu is not None and glu.sides == 2,
+        *_tile(fmt, groups, rows, depth),
+    )
+    # A group without rows has no tiles; the rows past the last group are one more.
+    tiles = (min(groups, rows) + 1) * -(-columns // spec.width)
+    blocks = min(tiles, multiprocessors(x.device) * RESIDENT)
+    tensors = aligned(x), *_addresses(w, fmt, x.device), ends, bias, row_scale, out
+    sizes, constants = (rows, columns, depth, groups), (0.0, 0.0, 0.0) if glu is None else glu[2:]
+    launch("few_rows.product.product", (spec,), x.device, *tensors, *sizes, *constants, blocks)
+    return out
 
 
 def grouped_glu(
@@ -57,46 +85,7 @@ def grouped_glu(
     bias: Tensor | None = None,
 ) -> Tensor | NotImplementedType:
     """`definitions.stored_glu`."""
-    return _product(x, w, fmt, ends, bias, scales, glu)
-
-
-def _product(
-    x: Tensor,
-    w: StoredWeights,
-    fmt: NumberFormat,
-    ends: Tensor,
-    bias: Tensor | None,
-    scales: Tensor | None,
-    glu: Glu | None,
-) -> Tensor | NotImplementedType:
-    groups, features, depth = shape = _shape(w, fmt)
-    activated = glu is None or limits.supports_activation(glu.activation, glu.interleave, features)
-    if not (activated and _reads(x, w, fmt, shape)):
-        return NotImplemented
-    rows, columns = x.shape[0], features if glu is None else features // glu.sides
-    if glu is None and bias is None:
-        scales = None  # it multiplies the bias only
-    bias, scales = _checked(x, w, fmt, shape, ends, bias, scales)
-    out = x.new_empty(rows, columns)
-    if rows == 0:
-        return out
-    spec = FewRowsSpec(
-        fmt,
-        len(w.data) > 1,
-        bias is not None,
-        "" if scales is None else PTX_NAMES[scales.dtype],
-        "" if glu is None else glu.activation,
-        0 if glu is None else glu.interleave,
-        glu is not None and glu.sides == 2,
-        *_tile(fmt, groups, rows, depth),
-    )
-    # A group without rows has no tiles; the rows past the last group are one more.
-    tiles = (min(groups, rows) + 1) * -(-columns // spec.width)
-    blocks = min(tiles, multiprocessors(x.device) * RESIDENT)
-    tensors = aligned(x), *_addresses(w, fmt, x.device), ends, bias, scales, out
-    sizes, constants = (rows, columns, depth, groups), (0.0, 0.0, 0.0) if glu is None else glu[2:]
-    launch("few_rows.product.product", (spec,), x.device, *tensors, *sizes, *constants, blocks)
-    return out
+    return grouped_mm(x, w, fmt, ends, bias, scales, glu)
 
 
 def _checked(

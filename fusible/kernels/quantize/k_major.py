@@ -246,7 +246,7 @@ def as_operands(
 ) -> KMajorOperands:
     """The operands from the tensors of the op."""
     row_data, row_scale, column_data, column_scale, padded_ends = pieces
-    if _pads_groups(fmt, grouped):
+    if _transposes_in_padded_groups(fmt, grouped):
         ends = padded_ends if grouped else None
         return KMajorOperands(
             row_matrix(row_data, row_scale, fmt) if rowwise else None,
@@ -266,7 +266,7 @@ def _for_blocks(scale: Tensor, columns: int) -> Tensor:
     return scale.unsqueeze(-1).expand(*scale.shape, -(-columns // FP8_BLOCK))
 
 
-def _pads_groups(fmt: NumberFormat, grouped: bool) -> bool:
+def _transposes_in_padded_groups(fmt: NumberFormat, grouped: bool) -> bool:
     """Whether rows are transposed in padded groups, not matrices as they are."""
     return fmt.directional or grouped
 
@@ -303,7 +303,7 @@ def check(source: RowsToQuantize, fmt: NumberFormat) -> None:
     if index is None:
         return
     fits = (index.dtype, index.ndim, index.device) == (torch.int32, 1, x.device)
-    if not (fits and _pads_groups(fmt, ends is not None)):
+    if not (fits and _transposes_in_padded_groups(fmt, ends is not None)):
         raise ValueError(
             f"index must be int32 of shape (R,) on {x.device}, for blocks of 1x128 or groups, got "
             f"{index.dtype} of shape {tuple(index.shape)} on {index.device} for {fmt.name}"
@@ -322,7 +322,7 @@ def definition(
     if ends is not None:
         ends = ends.clamp(max=len(x))
         padded_ends, places = place_rows(ends, len(x), FP8_BLOCK)
-    pads = _pads_groups(fmt, ends is not None)
+    pads = _transposes_in_padded_groups(fmt, ends is not None)
     if rowwise or not pads:
         data, row_scale = _quantized_rows(x.contiguous(), ends, fmt)
         row_data = data if rowwise else row_data
@@ -374,7 +374,7 @@ def outputs(
     """Allocate what the op returns."""
     x, ends, _ = source
     *lead, _, columns = x.shape
-    rows, pads, nothing = source.rows, _pads_groups(fmt, ends is not None), (0,)
+    rows, pads, nothing = source.rows, _transposes_in_padded_groups(fmt, ends is not None), (0,)
     row_scale: Sequence[int] = (*lead, rows)
     if fmt.block is not None:
         blocks = (columns + FP8_BLOCK - 1) // FP8_BLOCK
@@ -430,7 +430,9 @@ def _cuda(
 ) -> KMajorPieces | NotImplementedType:
     check(source, fmt)
     x, ends, index = source
-    fills_stores = _pads_groups(fmt, ends is not None) or x.shape[-2] % PIECE_ROWS == 0
+    fills_stores = (
+        _transposes_in_padded_groups(fmt, ends is not None) or x.shape[-2] % PIECE_ROWS == 0
+    )
     some = (rowwise or columnwise) and (index is None or index.numel() > 0)
     if not (some and fills_stores and supports_matrix(x, x.dtype, ends)):
         return NotImplemented
@@ -481,7 +483,7 @@ def launch_pieces(
     constants = _kernel(fmt, x.dtype, ends_dtype, rowwise, columnwise, index is not None)
     sizes = sizes_of(x, ends, index)
     padded = sizes.matrix_rows
-    if _pads_groups(fmt, ends is not None):
+    if _transposes_in_padded_groups(fmt, ends is not None):
         padded = padded_size(sizes.rows, sizes.groups, FP8_BLOCK)
     more = *sizes, padded, pass_chunks
     launch("quantize.k_major.quantize", constants, x.device, x, ends, index, amax, *pieces, *more)

@@ -25,8 +25,34 @@ _compile_seconds: list[float] = []  # of each kernel that this process compiled
 
 def load_or_compile(name: str, compile_it: Callable[[], Any]) -> Any:
     """The kernel called ``name``: read from disk, else compiled and written there."""
+    from cutlass import cute
+
     with _one_at_a_time:
-        return _load_or_compile(name, compile_it)
+        path = directory() / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.o"
+        problem = _problem(path)
+        if problem is None and path.exists():
+            logger.debug("reading kernel %s from %s", name, path)
+        else:
+            compiled = _compiled(name, compile_it)
+            if problem is not None:
+                log_once(
+                    logger,
+                    logging.WARNING,
+                    "compiled kernels are not cached on disk, where others could replace them: %s; "
+                    "make the directory yours alone (chmod go-w), to compile each once",
+                    problem,
+                )
+                return compiled
+            try:
+                # Written under another name first: another process may be looking.
+                handle, partial = tempfile.mkstemp(dir=path.parent, suffix=".o")
+            except OSError:  # the directory cannot be written
+                return compiled
+            os.close(handle)
+            compiled.export_to_c(object_file_path=partial, function_name="launch")
+            Path(partial).chmod(0o600)
+            Path(partial).replace(path)
+        return cute.runtime.load_module(str(path), enable_tvm_ffi=True)["launch"]
 
 
 def _compiled(name: str, compile_it: Callable[[], Any]) -> Any:
@@ -43,36 +69,6 @@ def _compiled(name: str, compile_it: Callable[[], Any]) -> Any:
         sum(_compile_seconds),
     )
     return kernel
-
-
-def _load_or_compile(name: str, compile_it: Callable[[], Any]) -> Any:
-    from cutlass import cute
-
-    path = directory() / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.o"
-    problem = _problem(path)
-    if problem is None and path.exists():
-        logger.debug("reading kernel %s from %s", name, path)
-    else:
-        compiled = _compiled(name, compile_it)
-        if problem is not None:
-            log_once(
-                logger,
-                logging.WARNING,
-                "compiled kernels are not cached on disk, where others could replace them: %s; "
-                "make the directory yours alone (chmod go-w), to compile each once",
-                problem,
-            )
-            return compiled
-        try:
-            # Written under another name first: another process may be looking.
-            handle, partial = tempfile.mkstemp(dir=path.parent, suffix=".o")
-        except OSError:  # the directory cannot be written
-            return compiled
-        os.close(handle)
-        compiled.export_to_c(object_file_path=partial, function_name="launch")
-        Path(partial).chmod(0o600)
-        Path(partial).replace(path)
-    return cute.runtime.load_module(str(path), enable_tvm_ffi=True)["launch"]
 
 
 def _problem(path: Path) -> str | None:

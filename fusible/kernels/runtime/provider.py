@@ -1,4 +1,4 @@
-"""The providers of kernels of another package: that package, or its replacement in tests."""
+"""The provider of cuDNN's kernels for SM100: its front end, or a replacement in tests."""
 
 from __future__ import annotations
 
@@ -7,31 +7,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-# A provider may be a module's name, imported at the first launch: plans do not need the package.
-_providers: dict[str, Any] = {"sm100": "cudnn"}
+# It may be a module's name, imported at the first launch: plans do not need the package.
+_provider: Any = "cudnn"
 
 
-def provider(arch: str) -> Any:
-    """The provider of the kernels of an architecture.
+def provider() -> Any:
+    """``cudnn`` (nvidia-cudnn-frontend), or what has wrappers of the same names and signatures.
 
-    That of ``"sm100"`` is ``cudnn`` (nvidia-cudnn-frontend), or has wrappers of the same names and
-    signatures. The rules require the version that has them.
+    The rules require the version that has them.
     """
-    module = _providers[arch]
-    return importlib.import_module(module) if isinstance(module, str) else module
+    return importlib.import_module(_provider) if isinstance(_provider, str) else _provider
 
 
 @contextmanager
-def use_provider(arch: str, replacement: Any) -> Iterator[None]:
-    """Take the kernels of ``arch`` from ``replacement``, an object or a module's name.
-
-    None changes nothing.
-    """
-    outer = dict(_providers)
-    if replacement is not None:
-        _providers[arch] = replacement
+def use_provider(replacement: Any) -> Iterator[None]:
+    """Take the kernels from ``replacement``, an object or a module's name; None changes nothing."""
+    global _provider  # noqa: PLW0603 - as in `checking`, one for the process
+    outer = _provider
+    _provider = outer if replacement is None else replacement
     try:
         yield
     finally:
-        _providers.clear()
-        _providers.update(outer)
+        _provider = outer

@@ -221,20 +221,6 @@ def gemm(
     return torch.where(live, y[:-1], y.new_zeros(()), out=out)
 
 
-def wgrad(
-    dy: OperandData, x: OperandData, padded: PaddedGroups, out_dtype: torch.dtype = torch.bfloat16
-) -> Tensor:
-    """``dy[rows of e].T @ x[rows of e]`` for each group e: ``[E, N, K]``; zeros for no rows."""
-    return ops.wgrad(_columns(dy, x, padded), out_dtype)
-
-
-def wgrad_(
-    out: list[Tensor], dy: OperandData, x: OperandData, padded: PaddedGroups, accumulate: bool
-) -> None:
-    """`wgrad` into one tensor ``[E, N, K]`` or E of ``[N, K]``, or added to them."""
-    ops.wgrad_(out, _columns(dy, x, padded), accumulate)
-
-
 def supports_wgrad_outputs(out: Sequence[Tensor]) -> bool:
     """Whether the kernel can write weight gradients to ``out``, or add to it, in place."""
     return all([
@@ -250,7 +236,8 @@ def _product(x: OperandData, w: Sequence[Any], padded: PaddedGroups) -> ops.Prod
     return ops.ProductOperands(x.data, x.scale, data, scales, padded.ends, _alpha(x, w))
 
 
-def _columns(dy: Any, x: Any, padded: PaddedGroups) -> ops.WgradOperands:
+def wgrad_operands(dy: Any, x: Any, padded: PaddedGroups) -> ops.WgradOperands:
+    """The operands of `ops.wgrad`."""
     if isinstance(x, Tensor):
         return ops.WgradOperands(dy, None, x, None, padded.ends, None, None)
     tops = [None if m.tensor_scale is None else m.tensor_scale.flatten() for m in (dy, x)]

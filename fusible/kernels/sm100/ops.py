@@ -71,7 +71,7 @@ def _run(
 
     ``configuration`` is all that the kernel may be compiled for.
     """
-    function = getattr(provider("sm100"), f"{wrapper}_wrapper_sm100")
+    function = getattr(provider(), f"{wrapper}_wrapper_sm100")
     is_first = before_launch(device, wrapper, *configuration)
     start = time.perf_counter()
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
@@ -420,14 +420,14 @@ def _wgrad_output(p: WgradOperands, out_dtype: torch.dtype) -> Tensor:
 
 
 def _wgrad(operands: WgradOperands, out_dtype: torch.dtype) -> Tensor:
-    """See `fusible.kernels.sm100.operands.wgrad`."""
+    """``dy[rows of e].T @ x[rows of e]`` for each group e: ``[E, N, K]``; zeros for no rows."""
     out = _wgrad_output(operands, out_dtype)
     _wgrad_([out], operands, accumulate=False)
     return out
 
 
 def _wgrad_(out: Sequence[Tensor], operands: WgradOperands, accumulate: bool) -> None:
-    """See `fusible.kernels.sm100.operands.wgrad_`."""
+    """`wgrad` into one tensor ``[E, N, K]`` or E of ``[N, K]``, or added to them."""
     dy, dy_scales, x, x_scales, ends, *_ = operands
     rows, along = (2 * x.shape[1], 0) if x.dtype == FP4 else (x.shape[0], 1)
     groups, features = ends.shape[0], (dy.shape[along], x.shape[along])

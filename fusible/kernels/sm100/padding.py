@@ -17,11 +17,12 @@ from fusible.kernels.runtime.launch import aligned
 from fusible.kernels.sm100 import limits
 from fusible.kernels.sm100.checks import address_unit
 from fusible.library import define
-from fusible.recipes import blocks
 from fusible.recipes.blocks import (
     column_block_ends,
     group_of_row,
     group_starts,
+    padded_size,
+    place_rows,
     scatter_rows,
 )
 from fusible.recipes.layout import ATOM_ROWS, swizzle_group_scales, swizzle_scales, swizzled_shape
@@ -46,14 +47,9 @@ def pad_groups(ends: Tensor, rows: int, aligned: bool) -> PaddedGroups:
     """
     if aligned and rows % limits.GROUP_ROWS == 0:
         return PaddedGroups(ends, None, rows)
-    size = padded_rows(rows, ends.shape[0])
+    size = padded_size(rows, ends.shape[0], limits.GROUP_ROWS)
     ends_padded, place = _place_groups_op(ends, rows, limits.GROUP_ROWS)
     return PaddedGroups(ends_padded, place, size)
-
-
-def padded_rows(rows: int, groups: int) -> int:
-    """Rows that are enough for ``rows`` rows in any ``groups`` groups of whole 256."""
-    return blocks.padded_size(rows, groups, limits.GROUP_ROWS)
 
 
 def pad_rows(t: Tensor, padded: PaddedGroups) -> Tensor:
@@ -82,7 +78,7 @@ def pad_scales(scale: Tensor, ends: Tensor, padded: PaddedGroups, along: int) ->
     if padded.rows is None:
         return scale[: padded.size // along]
     block_ends = column_block_ends(ends, along)
-    _, place = blocks.place_rows(block_ends, scale.shape[0], limits.GROUP_ROWS // along)
+    _, place = place_rows(block_ends, scale.shape[0], limits.GROUP_ROWS // along)
     return scatter_rows(scale, place, padded.size // along)
 
 
@@ -162,7 +158,7 @@ def _pairs_of_rows(data: Tensor, ends: Tensor) -> Tensor:
 
 # torch.compile makes no code for E8M0 scales: what moves them are ops of their own.
 _place_groups_op = define(
-    blocks.place_rows,
+    place_rows,
     lambda ends, rows, unit: (torch.empty_like(ends), ends.new_empty(rows, dtype=torch.int64)),
     name="sm100_pad_groups",
 )

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusible.activations import ACTIVATIONS, GATED
+from fusible.activations import GATED
 from fusible.kernels.glu import Glu
 from fusible.kernels.grouped.groups import checks_enabled
 from fusible.kernels.grouped.vectors import launch_group_ends
@@ -262,8 +262,7 @@ def grouped_dglu(
     if operands is None:
         return NotImplemented
     dy, pitch, w, shape, address, table, products, *_ = operands
-    row = ACTIVATIONS.get(glu.activation)
-    columns = 0 if row is None else row.sides * shape[2]
+    columns = glu.sides * shape[2]
     if not limits.supports_activation(*glu[:2], columns):
         return NotImplemented
     check_tensor("preact", preact, (dy.shape[0], columns), dy.dtype, dy.device)

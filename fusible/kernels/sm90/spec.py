@@ -267,9 +267,9 @@ class Spec(NamedTuple):
 
     @property
     def _least_out_blocks(self) -> int:
-        """Least output blocks of a warpgroup: 1 in a backward, whose gradients need none, else 2.
+        """Output blocks that a warpgroup has at least.
 
-        4 of FP8 operands: they need fewer stages, as one lasts longer.
+        4 with FP8 operands, which need fewer stages; 1 in a backward, whose gradients need none.
         """
         if self.is_fp8:
             return 4

@@ -11,7 +11,8 @@ from fusible import recipes
 from fusible.kernels.glu import Glu
 from fusible.kernels.sm100 import launch, operands, ops, padding
 from fusible.kernels.sm100.checks import FP8
-from fusible.recipes.blocks import group_starts
+from fusible.kernels.sm100.limits import GROUP_ROWS
+from fusible.recipes.blocks import group_starts, padded_size
 from fusible.recipes.formats import mxfp8, nvfp4
 from fusible.recipes.layout import swizzle_scales
 from fusible.recipes.matrix import Operand
@@ -265,8 +266,8 @@ def test_places_are_whole_tiles_and_cover_every_row(sizes, rows):
 
 def test_the_worst_case_needs_all_places():
     """One row a group: the bound is met."""
-    assert padding.padded_rows(4, 4) == 1024
-    assert padding.padded_rows(256, 256) == 256 * 256
+    assert padded_size(4, 4, GROUP_ROWS) == 1024
+    assert padded_size(256, 256, GROUP_ROWS) == 256 * 256
 
 
 @pytest.mark.parametrize("fmt", [mxfp8(), nvfp4()])
