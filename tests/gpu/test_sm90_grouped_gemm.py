@@ -681,6 +681,28 @@ def test_graph_replays_with_other_ends(separate):
         ref.assert_equal(captured, _all_kernels(x, w1, w2, ends, scales))
 
 
+def test_weights_made_in_a_graph():
+    """Their addresses are new in the capture, and nothing but the call keeps a table of them."""
+    sizes = (3, 0, 1, 2) * 32
+    x, w1, w2, ends, scales = _block(sizes, separate=False)
+    x[:], dy = random(*x.shape), random(x.shape[0], 256)
+    preact, _ = grouped.grouped_glu(x, w1, ends, scales, Glu())
+
+    def step():
+        own, between = [], []
+        for e, one in enumerate(w2[0]):
+            between.append(one.new_empty(4096 * (1 + e % 3)))  # distances are uneven
+            own.append(one.clone())
+        return grouped.grouped_dglu(dy, own, ends, preact, scales, Glu())
+
+    graph, captured = graph_of(step)
+    for t in captured:
+        t.fill_(math.nan)
+    graph.replay()
+    torch.cuda.synchronize()
+    ref.assert_equal(captured, grouped.grouped_dglu(dy, w2, ends, preact, scales, Glu()))
+
+
 @pytest.mark.parametrize("separate", [False, True])
 def test_never_synchronises(separate):
     arguments = _block(SIZES, separate)

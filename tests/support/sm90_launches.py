@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -77,6 +78,7 @@ def run_product(spec: Spec, *arguments: float) -> None:
 
     def matrices(base: int, rows: int, columns: int, strides: tuple[int, int], dtype: torch.dtype):
         if spec.table:
+            assert k.table in LIVING
             starts = tensor_at(k.table, (k.groups,), torch.int64).tolist()
         else:
             starts = [base + e * k.group_pitch * dtype.itemsize for e in range(k.groups)]
@@ -181,10 +183,16 @@ def load_kernel(path, what, _):
     return vector_kernel
 
 
-def pointer_table(pointers: tuple[int, ...], _: torch.device, tables: list[Tensor] = []) -> Tensor:  # noqa: B006
-    """A table that lives as long as the process, as that of a captured graph."""
-    tables.append(torch.tensor(pointers))
-    return tables[-1]
+def pointer_table(pointers: tuple[int, ...], _: torch.device) -> Tensor:
+    """A table that must live until the launch: nothing else keeps that of a captured graph."""
+    table = torch.tensor(pointers)
+    LIVING.add(table.data_ptr())
+    weakref.finalize(table, LIVING.discard, table.data_ptr())
+    return table
+
+
+LIVING: set[int] = set()
+"""Addresses of tables."""
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import logging
 import os
+import platform
 import stat
 import tempfile
 import threading
@@ -104,9 +105,12 @@ def _writable_by_others(place: Path, kernel: Path) -> str | None:
 
 @functools.cache
 def directory() -> Path:
-    """The directory of cached kernels, one for each version of the sources and of the compiler."""
+    """The directory of cached kernels, one for each version of the sources and of the compiler.
+
+    And for each kind of processor: the files hold the code of the launch as well.
+    """
     from importlib.metadata import version
 
-    versions = version("nvidia-cutlass-dsl") + sources_digest()
+    versions = version("nvidia-cutlass-dsl") + platform.machine() + sources_digest()
     digest = hashlib.sha256(versions.encode())
     return Path.home() / ".cache" / "fusible" / digest.hexdigest()[:16]

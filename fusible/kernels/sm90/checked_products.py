@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusible.activations import GATED
+from fusible.activations import ACTIVATIONS, GATED
 from fusible.kernels.glu import Glu
 from fusible.kernels.grouped.groups import checks_enabled
 from fusible.kernels.grouped.vectors import launch_group_ends
@@ -56,7 +56,7 @@ class _Operands(NamedTuple):
     shape: tuple[int, ...]
     """``(groups, N, K)``."""
     address: int
-    table: int
+    table: Tensor | None
     products: WeightProducts
     scales: OperandScales = NO_SCALES
 
@@ -128,7 +128,7 @@ def _scaled_operands(
     addresses = x_scale.data_ptr(), w_scale.data_ptr()
     scales = OperandScales(*addresses, *x_scale.stride(), *w_scale.stride())
     w = w if weight is w[0] else [weight]  # `grouped_mm` tells a copy by the list
-    return _Operands(x, 0, w, shape, weight.data_ptr(), 0, products, scales)
+    return _Operands(x, 0, w, shape, weight.data_ptr(), None, products, scales)
 
 
 def _column_major(t: Tensor) -> Tensor:
@@ -262,7 +262,8 @@ def grouped_dglu(
     if operands is None:
         return NotImplemented
     dy, pitch, w, shape, address, table, products, *_ = operands
-    columns = glu.sides * shape[2]
+    row = ACTIVATIONS.get(glu.activation)
+    columns = 0 if row is None else row.sides * shape[2]
     if not limits.supports_activation(*glu[:2], columns):
         return NotImplemented
     check_tensor("preact", preact, (dy.shape[0], columns), dy.dtype, dy.device)

@@ -35,10 +35,9 @@ class WeightProducts:
     """The products with a weight ``[groups, N, K]``, of operands that are already checked.
 
     Rows are ``[rows, K]`` and ``[rows, N]``, contiguous unless their pitch is given, at least one;
-    scales are contiguous, one for each. ``w`` is the weight's address, ``table`` that of the
-    table of its matrices' addresses if these are not evenly spaced. Each method is one launch,
-    `dglu` with one more for its sums, and equals the function of `fusible.kernels.grouped` of that
-    name.
+    scales are contiguous, one for each. ``w`` is the weight's address, ``table`` holds those of its
+    matrices if these are not evenly spaced. Each method is one launch, `dglu` with one more for its
+    sums, and equals the function of `fusible.kernels.grouped` of that name.
 
     Args:
         device: of the weight.
@@ -155,7 +154,7 @@ class WeightProducts:
         row_scale: Tensor | None = None,
         out: Tensor | None = None,
         transpose_w: bool = False,
-        table: int = 0,
+        table: Tensor | None = None,
         pitch: int = 0,
         operand_scales: OperandScales = NO_SCALES,
         zero_tail: bool = True,
@@ -184,7 +183,7 @@ class WeightProducts:
         glu: Glu,
         bias: Tensor | None = None,
         save_preact: bool = True,
-        table: int = 0,
+        table: Tensor | None = None,
         pitch: int = 0,
         operand_scales: OperandScales = NO_SCALES,
         zero_tail: bool = True,
@@ -231,7 +230,7 @@ class WeightProducts:
         scales: Tensor | None,
         glu: Glu,
         overwrite: bool = False,
-        table: int = 0,
+        table: Tensor | None = None,
         pitch: int = 0,
         preact_pitch: int = 0,
         zero_tail: bool = True,
@@ -282,7 +281,7 @@ class WeightProducts:
             address, table, dw = out.address, out.table(self._device), None
         else:
             dw = a.new_empty(self._groups, columns, depth, dtype=self.value_dtype)
-            address, table = dw.data_ptr(), 0
+            address, table = dw.data_ptr(), None
         launch(a, b.data_ptr(), address, ends, None, None, table, operand_scales)
         return dw
 

@@ -81,7 +81,7 @@ class Launch:
         ends: Tensor | int,
         bias: Tensor | None = None,
         scales: Tensor | None = None,
-        table: int = 0,
+        table: Tensor | None = None,
         operand_scales: OperandScales = NO_SCALES,
         zero_tail: bool = True,
         *,
@@ -91,10 +91,10 @@ class Launch:
     ) -> None:
         """Launch the kernel on the device's current stream, unless there are no rows.
 
-        ``b``, ``out``, ``table``, ``preact``, ``d_preact`` and ``row_results`` are addresses, and
-        ``ends`` may be one. ``preact`` is what a backward reads; a forward with
-        `Spec.quantize_preact` writes the scales of its pre-activation there. Without ``zero_tail``
-        the rows past the last group are not written.
+        ``b``, ``out``, ``preact``, ``d_preact`` and ``row_results`` are addresses, and ``ends`` may
+        be one. ``preact`` is what a backward reads; a forward with `Spec.quantize_preact` writes
+        the scales of its pre-activation there. Without ``zero_tail`` the rows past the last group
+        are not written.
         """
         rows = a.shape[0]
         if rows == 0:
@@ -108,7 +108,8 @@ class Launch:
         counter = zeroed_counter(index, stream) if self._dynamic else 0
         call_on_device(index, self._function, (
             a.data_ptr(), b, preact, out, d_preact,
-            ends if isinstance(ends, int) else ends.data_ptr(), table,
+            ends if isinstance(ends, int) else ends.data_ptr(),
+            0 if table is None else table.data_ptr(),
             0 if bias is None else bias.data_ptr(), 0 if scales is None else scales.data_ptr(),
             row_results, counter, rows, rows if zero_tail else 0, *self._constant, clusters,
             *operand_scales, stream,

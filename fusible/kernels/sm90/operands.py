@@ -102,9 +102,12 @@ class Matrices(NamedTuple):
     pointers: tuple[int, ...] | None = None
     """The addresses of all; None if they are evenly spaced."""
 
-    def table(self, device: torch.device) -> int:
-        """The address of a table of the matrices' addresses, 0 if they are evenly spaced."""
-        return 0 if self.pointers is None else pointer_table(self.pointers, device).data_ptr()
+    def table(self, device: torch.device) -> Tensor | None:
+        """A table of the matrices' addresses, None if they are evenly spaced.
+
+        To be kept until the launch: in a captured graph nothing else keeps its memory.
+        """
+        return None if self.pointers is None else pointer_table(self.pointers, device)
 
 
 def matrices_of(w: Sequence[Tensor]) -> Matrices | None:
@@ -190,4 +193,6 @@ def layout(
         or (spaced and groups > 1 and group_pitch % limits.MULTIPLE_OF)
     ):
         return None
+    if spaced and groups == 1:  # its step is any, but TMA has one
+        group_pitch = pitch * (rows if major == "k" else depth)
     return MatrixLayout(pitch, group_pitch, major, rows, depth)

@@ -283,6 +283,11 @@ def test_only_a_block_s_own_first_tile_is_read_ahead(spec):
         compile_kernel(GEMM, (spec,))
 
 
+def test_a_ring_has_two_stages():
+    with pytest.raises(ValueError, match=r"must have two stages.* got 1 for 1 rings"):
+        compile_kernel(GEMM, (Spec("store", Tile(512, 512, pingpong=False)),))
+
+
 @pytest.mark.parametrize(
     "spec",
     [

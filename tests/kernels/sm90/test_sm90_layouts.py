@@ -14,11 +14,19 @@ import fusible as fz
 from fusible.kernels import grouped
 from fusible.kernels.glu import Glu
 from fusible.kernels.sm90 import checked_products
+from fusible.kernels.sm90.operands import layout
 from fusible.recipes import product as recipes_product
 from fusible.testing import assume_target
 
 GROUPS, HIDDEN, INNER, ROWS = 4, 16, 8, 12
 SIZES = (3, 0, 5, 1)
+
+
+def test_the_step_of_one_matrix_is_any():
+    for strides, depth in (((259, 16, 1), 16), ((3, 1, 24), 16)):
+        found = layout((1, 16, depth), strides)
+        assert found.group_pitch % 8 == 0
+        assert found.group_pitch >= 16 * depth
 
 
 def spread(t, before, after):

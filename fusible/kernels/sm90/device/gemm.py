@@ -61,6 +61,11 @@ class GroupedGemm:
                 f"neither dynamic nor of clusters, can read ahead, got {spec}; pass "
                 "reads_ahead=False"
             )
+        if spec.stages < 2 * spec.rings:
+            raise ValueError(
+                "a ring of the pipeline must have two stages, as one is released when the next has "
+                f"arrived, got {spec.stages} for {spec.rings} rings of {spec}; pass a smaller tile"
+            )
         self.spec, self.tile = spec, spec.tile
         names = spec.dtype, spec.b_dtype or spec.dtype, spec.value_dtype, spec.out_dtype
         dtypes = [CUTLASS_DTYPES[name] for name in names]
