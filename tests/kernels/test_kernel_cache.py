@@ -269,3 +269,14 @@ def test_without_a_place_to_keep_them_kernels_are_compiled(monkeypatch, folder, 
     folder.parents[1].write_text("a file")
     assert kept_twice(monkeypatch) == 2
     assert sum("cannot be used" in r.getMessage() for r in caplog.records) == 1
+
+
+def test_a_full_disk_keeps_no_part_of_a_kernel(monkeypatch, folder, caplog):
+    def full(self, object_file_path, function_name):
+        Path(object_file_path).write_text("a part")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Kernel, "export_to_c", full)
+    assert kept_twice(monkeypatch) == 2
+    assert list(folder.iterdir()) == []
+    assert sum("cannot be cached on disk" in r.getMessage() for r in caplog.records) == 1

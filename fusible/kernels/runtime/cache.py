@@ -44,16 +44,30 @@ def load_or_compile(name: str, compile_it: Callable[[], Any]) -> Any:
                     problem,
                 )
                 return compiled
-            try:
-                # Written under another name first: another process may be looking.
-                handle, partial = tempfile.mkstemp(dir=path.parent, suffix=".o")
-            except OSError:  # the directory cannot be written
+            if not _write(compiled, path):
                 return compiled
-            os.close(handle)
-            compiled.export_to_c(object_file_path=partial, function_name="launch")
-            Path(partial).chmod(0o600)
-            Path(partial).replace(path)
         return cute.runtime.load_module(str(path), enable_tvm_ffi=True)["launch"]
+
+
+def _write(compiled: Any, path: Path) -> bool:
+    """Write a kernel to its file; False if there is no place for it."""
+    try:
+        # Under another name first: another process may be looking.
+        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".o")
+    except OSError:
+        return False
+    os.close(handle)
+    partial = Path(name)
+    try:
+        compiled.export_to_c(object_file_path=name, function_name="launch")
+        partial.chmod(0o600)
+        partial.replace(path)
+    except OSError as error:  # a full disk, a quota
+        text = "compiled kernels cannot be cached on disk: %s"
+        log_once(logger, logging.WARNING, text, str(error))
+        partial.unlink(missing_ok=True)
+        return False
+    return True
 
 
 def _compiled(name: str, compile_it: Callable[[], Any]) -> Any:
