@@ -60,7 +60,7 @@ class WeightProducts:
         b_dtype: torch.dtype | None = None,
     ) -> None:
         self._device, self._dtype, self._separate = device, dtype, separate
-        self._rows, self._multiprocessors = rows, multiprocessors(device)
+        self._rows_bucket, self._multiprocessors = rows, multiprocessors(device)
         self._is_fp8 = is_fp8(dtype)
         # Of what is neither operand: outputs, biases, pre-activations.
         self.value_dtype = value_dtype(dtype)
@@ -94,7 +94,7 @@ class WeightProducts:
         columns = weight.rows // sides if kind in FORWARD else weight.rows
         activation, interleave = ("", 0) if glu is None else glu[:2]
         needed = weight.major, interleave, bias, activation, self._is_fp8
-        sizes = self._rows, self._groups, columns, weight.depth, self._multiprocessors
+        sizes = self._rows_bucket, self._groups, columns, weight.depth, self._multiprocessors
         tile = tiles.choose(kind, *sizes, *needed, out_format is not None)
         paired, stripe = (False, 0) if glu is None else _stripes(kind, tile, glu)
         spec = Spec(
@@ -133,7 +133,7 @@ class WeightProducts:
         """
         dense = (columns * depth, depth, 1), self.value_dtype, False
         strides, out_dtype, separate = out or dense
-        sizes = self._rows, self._groups, columns, depth, self._multiprocessors
+        sizes = self._rows_bucket, self._groups, columns, depth, self._multiprocessors
         spec = Spec(
             "wgrad", tiles.choose("wgrad", *sizes, "k", 0, False, "", self._is_fp8),
             dtype=self._a_dtype, b_dtype=self._b_dtype if self._is_fp8 else "",

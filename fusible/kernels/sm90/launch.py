@@ -37,8 +37,8 @@ class Launch:
     """A kernel with all its arguments but the number of rows and the addresses."""
 
     __slots__ = (
-        "_across", "_clusters", "_constant", "_dynamic", "_function", "_groups", "_index", "_rows",
-        "tiles_across",
+        "_cluster_rows", "_clusters", "_clusters_across", "_constant", "_dynamic", "_function",
+        "_groups", "_index", "tiles_across",
     )  # fmt: skip
 
     def __init__(
@@ -67,11 +67,12 @@ class Launch:
         )  # fmt: skip
         self._clusters = multiprocessors(device) // (tile.cluster_m * tile.cluster_n)
         # Rows of the output that a cluster computes at once, and how many clusters lie across.
-        self._rows, self._across = rows, -(-columns // width)
+        self._cluster_rows, self._clusters_across = rows, -(-columns // width)
         self.tiles_across = -(-columns // spec.width)
         if not spec.by_rows:
             # Every group has the same tiles; the number of rows does not change them.
-            self._rows, self._across = 0, -(-columns // rows) * -(-depth // width)
+            self._cluster_rows = 0
+            self._clusters_across = -(-columns // rows) * -(-depth // width)
 
     def __call__(
         self,
@@ -100,10 +101,10 @@ class Launch:
         if rows == 0:
             return
         tiles, index = self._groups, self._index
-        if self._rows:
+        if self._cluster_rows:
             # Every group, and the rows past the last, may end in a part of a tile.
-            tiles += rows // self._rows + 1
-        clusters = min(self._clusters, tiles * self._across)
+            tiles += rows // self._cluster_rows + 1
+        clusters = min(self._clusters, tiles * self._clusters_across)
         stream = torch._C._cuda_getCurrentRawStream(index)  # a tenth of the public call's time
         counter = zeroed_counter(index, stream) if self._dynamic else 0
         call_on_device(index, self._function, (
