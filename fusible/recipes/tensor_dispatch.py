@@ -138,7 +138,7 @@ def _written(func: Any) -> list[str]:
 
 
 def _memory(q: WrapperTensor) -> tuple[Any, ...]:
-    """Return what tensors of the same stored tensors, shape and dtype have in common."""
+    """Return a key that tensors with the same stored tensors, shape and dtype share."""
     # A symbolic size has no hash, but a name.
     return (str(q.shape), q.dtype, *map(id, q.pieces().values()))
 

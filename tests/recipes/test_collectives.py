@@ -37,7 +37,7 @@ def test_what_is_written_is_quantized(mesh, name):
 
 
 def collectives(rank, folder):
-    """Values of rank 1 after collectives over two processes, and what two replicas differ by."""
+    """Values after collectives over two processes, and the weights of a replica of each recipe."""
     from torch.distributed.optim import ZeroRedundancyOptimizer  # warns of what PyTorch deprecates
 
     found, own = {}, rank + 1

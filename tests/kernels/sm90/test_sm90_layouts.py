@@ -23,10 +23,8 @@ SIZES = (3, 0, 5, 1)
 
 
 def test_the_step_of_one_matrix_is_any():
-    for strides, depth in (((259, 16, 1), 16), ((3, 1, 24), 16)):
-        found = layout((1, 16, depth), strides)
-        assert found.group_pitch % 8 == 0
-        assert found.group_pitch >= 16 * depth
+    assert layout((1, 16, 16), (259, 16, 1)).group_pitch == 16 * 16
+    assert layout((1, 16, 32), (3, 1, 24)).group_pitch == 24 * 32
 
 
 def spread(t, before, after):
