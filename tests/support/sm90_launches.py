@@ -39,11 +39,11 @@ from fusible.recipes.quantization import quantize
 
 # The kernels' arguments: see GroupedGemm.__call__.
 NAMES = (
-    "a", "b", "preact", "out", "d_preact", "ends", "table", "bias", "scales", "row_results",
-    "counter", "rows", "tail_end", "columns", "depth", "groups", "a_pitch", "b_pitch",
-    "group_pitch", "preact_pitch", "out_pitch", "d_preact_pitch", "glu_block", "glu_columns",
-    "limit", "alpha", "offset", "clusters", "a_scales", "b_scales", "a_scale_pitch",
-    "a_scale_block", "b_scale_group", "b_scale_pitch", "b_scale_block", "stream",
+    "a", "b", "preact", "out", "preact_out", "ends", "table", "bias", "scales", "preact_scales",
+    "out_scales", "row_sums", "counter", "rows", "tail_end", "columns", "depth", "groups",
+    "a_pitch", "b_pitch", "group_pitch", "preact_pitch", "out_pitch", "preact_out_pitch",
+    "glu_block", "glu_columns", "limit", "alpha", "offset", "clusters", "a_scales", "b_scales",
+    "a_scale_pitch", "a_scale_block", "b_scale_group", "b_scale_pitch", "b_scale_block", "stream",
 )  # fmt: skip
 
 
@@ -72,7 +72,7 @@ def run_product(spec: Spec, *arguments: float) -> None:
         for name, pitch in vars(k).items()
         if name.endswith("pitch") and "scale" not in name
     )
-    assert not any(getattr(k, name) % 16 for name in ("a", "b", "preact", "out", "d_preact"))
+    assert not any(getattr(k, name) % 16 for name in ("a", "b", "preact", "out", "preact_out"))
     ends = tensor_at(k.ends, (k.groups,), torch.int32)
     features = k.columns * (spec.sides if spec.kind in FORWARD else 1)
 
@@ -116,7 +116,7 @@ def run_product(spec: Spec, *arguments: float) -> None:
         if quantized is not None:
             act, scale, *_ = quantize(act, quantized)
             scale[tail] = math.nan
-            row_scales = tensor_at(k.row_results, scale.t().shape, torch.float32)
+            row_scales = tensor_at(k.out_scales, scale.t().shape, torch.float32)
             row_scales.copy_(scale.t())
         preact[tail] = act[tail] = math.nan
         out.copy_(act)
@@ -124,22 +124,22 @@ def run_product(spec: Spec, *arguments: float) -> None:
             assert not spec.save_preact
             data, scale, *_ = quantize(preact, SAVED_INPUT)
             scale[tail] = math.nan
-            tensor_at(k.d_preact, shape, data.dtype).copy_(data)
-            tensor_at(k.preact, scale.t().shape, torch.float32).copy_(scale.t())
+            tensor_at(k.preact_out, shape, data.dtype).copy_(data)
+            tensor_at(k.preact_scales, scale.t().shape, torch.float32).copy_(scale.t())
         if spec.save_preact:
-            tensor_at(k.d_preact, shape, value_dtype, (k.d_preact_pitch, 1)).copy_(preact)
+            tensor_at(k.preact_out, shape, value_dtype, (k.preact_out_pitch, 1)).copy_(preact)
     else:
         preact = tensor_at(k.preact, shape, value_dtype, (k.preact_pitch, 1))
         found = definitions.grouped_dglu(x, [one.t() for one in w], ends, preact, scales, glu)
         for made in found[: 2 if scales is None else 3]:
             made[tail] = math.nan
-        tensor_at(k.d_preact, shape, value_dtype, (k.d_preact_pitch, 1)).copy_(found[0])
+        tensor_at(k.preact_out, shape, value_dtype, (k.preact_out_pitch, 1)).copy_(found[0])
         out.copy_(found[1])
         assert bool(k.scales) == bool(k.rows and len(found[2]))
         if scales is None:
             return
         across = -(-k.columns // spec.tile.n)
-        partials = tensor_at(k.row_results, (across, k.rows), torch.float32)
+        partials = tensor_at(k.row_sums, (across, k.rows), torch.float32)
         partials.zero_()[0].copy_(found[2])
 
 

@@ -112,7 +112,7 @@ class WeightProducts:
             a_pitch=pitch or weight.depth, b_pitch=weight.pitch, b_group_pitch=weight.group_pitch,
             out_pitch=columns,
             preact_pitch=preact_pitch or sides * columns if kind in BACKWARD else 0,
-            d_preact_pitch=0 if glu is None else sides * columns,
+            preact_out_pitch=0 if glu is None else sides * columns,
             glu_layout=(1, 0) if glu is None else _glu_layout(glu, columns),
             constants=(0.0, 0.0, 0.0) if glu is None else glu[2:],
         )  # fmt: skip
@@ -214,10 +214,9 @@ class WeightProducts:
             out = act.data_ptr(), 0
         launch(
             x, w, out[0], ends, bias, scales, table, operand_scales, zero_tail,
-            # The scales of a quantized pre-activation are written to `preact`.
-            preact=0 if preact_scales is None else preact_scales.data_ptr(),
-            d_preact=preact.data_ptr() if save_preact else out[0],
-            row_results=out[1],
+            preact_out=preact.data_ptr(),
+            preact_scales=0 if preact_scales is None else preact_scales.data_ptr(),
+            out_scales=out[1],
         )  # fmt: skip
         return preact, act, preact_scales
 
@@ -251,8 +250,8 @@ class WeightProducts:
         launch(
             *operands,
             preact=preact.data_ptr(),
-            d_preact=d_preact.data_ptr(),
-            row_results=partials.data_ptr(),
+            preact_out=d_preact.data_ptr(),
+            row_sums=partials.data_ptr(),
         )
         dscales = partials if scales is None else launch_tile_sums(partials, rows, scales.dtype)
         return d_preact, act, dscales

@@ -53,7 +53,7 @@ class Launch:
         b_group_pitch: int,
         out_pitch: int,
         preact_pitch: int = 0,
-        d_preact_pitch: int = 0,
+        preact_out_pitch: int = 0,
         glu_layout: tuple[int, int] = (1, 0),
         constants: tuple[float, float, float] = (0.0, 0.0, 0.0),
     ) -> None:
@@ -63,7 +63,7 @@ class Launch:
         self._function = load_kernel("sm90.gemm.GroupedGemm", (spec,), _GPU)
         self._constant = (
             columns, depth, groups, a_pitch, b_pitch, b_group_pitch, preact_pitch, out_pitch,
-            d_preact_pitch, *glu_layout, *constants,
+            preact_out_pitch, *glu_layout, *constants,
         )  # fmt: skip
         self._clusters = multiprocessors(device) // (tile.cluster_m * tile.cluster_n)
         # Rows of the output that a cluster computes at once, and how many clusters lie across.
@@ -87,15 +87,16 @@ class Launch:
         zero_tail: bool = True,
         *,
         preact: int = 0,
-        d_preact: int = 0,
-        row_results: int = 0,
+        preact_out: int = 0,
+        preact_scales: int = 0,
+        out_scales: int = 0,
+        row_sums: int = 0,
     ) -> None:
         """Launch the kernel on the device's current stream, unless there are no rows.
 
-        ``b``, ``out``, ``preact``, ``d_preact`` and ``row_results`` are addresses, and ``ends`` may
-        be one. ``preact`` is what a backward reads; a forward with `Spec.quantize_preact` writes
-        the scales of its pre-activation there. Without ``zero_tail`` the rows past the last group
-        are not written.
+        ``b``, ``out`` and the arguments after ``zero_tail`` are addresses, and ``ends`` may be one.
+        A backward reads ``preact``; its gradient, or a forward's pre-activation, is written to
+        ``preact_out``. Without ``zero_tail`` the rows past the last group are not written.
         """
         rows = a.shape[0]
         if rows == 0:
@@ -108,10 +109,10 @@ class Launch:
         stream = torch._C._cuda_getCurrentRawStream(index)  # a tenth of the public call's time
         counter = zeroed_counter(index, stream) if self._dynamic else 0
         call_on_device(index, self._function, (
-            a.data_ptr(), b, preact, out, d_preact,
+            a.data_ptr(), b, preact, out, preact_out,
             ends if isinstance(ends, int) else ends.data_ptr(),
             0 if table is None else table.data_ptr(),
             0 if bias is None else bias.data_ptr(), 0 if scales is None else scales.data_ptr(),
-            row_results, counter, rows, rows if zero_tail else 0, *self._constant, clusters,
-            *operand_scales, stream,
+            preact_scales, out_scales, row_sums, counter, rows, rows if zero_tail else 0,
+            *self._constant, clusters, *operand_scales, stream,
         ))  # fmt: skip

@@ -19,9 +19,10 @@ from fusible.testing import assume_target
 
 SWIGLU = Glu()
 QGEGLU = Glu("clamped_qgeglu", 32, 7.0, 1.702, 1.0)
-OUTPUTS = {"out", "d_preact", "row_results"}
+OUTPUTS = {"out", "preact_out", "row_sums"}
 ADDRESSES = (
-    "a", "b", "preact", "out", "d_preact", "ends", "table", "bias", "scales", "row_results",
+    "a", "b", "preact", "out", "preact_out", "ends", "table", "bias", "scales", "preact_scales",
+    "out_scales", "row_sums",
 )  # fmt: skip
 
 

@@ -81,12 +81,14 @@ class GroupedGemm:
         b: Int64,
         preact: Int64,
         out: Int64,
-        d_preact: Int64,
+        preact_out: Int64,
         ends: Int64,
         table: Int64,
         bias: Int64,
         scales: Int64,
-        row_results: Int64,
+        preact_scales: Int64,
+        out_scales: Int64,
+        row_sums: Int64,
         counter: Int64,
         total_rows: Int32,
         tail_end: Int32,
@@ -98,7 +100,7 @@ class GroupedGemm:
         b_group_pitch: Int64,
         preact_pitch: Int64,
         out_pitch: Int64,
-        d_preact_pitch: Int64,
+        preact_out_pitch: Int64,
         glu_block: Int32,
         glu_columns: Int32,
         limit: Float32,
@@ -121,10 +123,11 @@ class GroupedGemm:
         [groups, columns, depth], the group pitch being the output's. Rows from the last group's end
         to ``tail_end`` get zero output; others past it are not written. For the gated kinds
         ``columns`` counts activation columns, ``glu_block`` is the distance from a gate column
-        to its linear column and ``glu_columns`` the bound of gate columns. ``row_results`` [tiles
-        across, total_rows] are a backward's sums for the gradients of scales, or the scales of a
-        quantized output, whose elements ``out`` are contiguous. So are those of a quantized
-        pre-activation, ``d_preact``, whose scales are ``preact``.
+        to its linear column and ``glu_columns`` the bound of gate columns. A backward reads
+        ``preact`` and writes its gradient to ``preact_out``; a forward writes the pre-activation
+        there. ``row_sums`` [tiles across, total_rows] are a backward's sums for the gradients of
+        scales. If ``out`` or ``preact_out`` is quantized, its elements are contiguous and its
+        scales, ``out_scales`` or ``preact_scales``, are [columns / 128, total_rows].
 
         FP8 operands are contiguous along the reduction; where it is grouped they are ``a``
         [columns, total_rows] and ``b`` [depth, total_rows], contiguous, and groups end at multiples
@@ -140,8 +143,8 @@ class GroupedGemm:
         # The pitch of groups is the weight's, or the output's.
         unit = 128 // self.dtype.width if const_expr(spec.by_rows) else 8
         b_group_pitch = cute.assume(b_group_pitch, divby=unit)
-        preact_pitch, out_pitch, d_preact_pitch = (
-            cute.assume(pitch, divby=8) for pitch in (preact_pitch, out_pitch, d_preact_pitch)
+        preact_pitch, out_pitch, preact_out_pitch = (
+            cute.assume(pitch, divby=8) for pitch in (preact_pitch, out_pitch, preact_out_pitch)
         )
         if const_expr(spec.by_rows):
             tensor_a = self._matrix(a, (total_rows, depth), (a_pitch, 1))
@@ -187,7 +190,7 @@ class GroupedGemm:
                     self.stored,
                 )
                 for view in self._views(
-                    d_preact, glu_block, (total_rows, glu_columns), d_preact_pitch
+                    preact_out, glu_block, (total_rows, glu_columns), preact_out_pitch
                 )
             )
         store_op = cpasync.CopyBulkTensorTileS2GOp()
@@ -238,11 +241,11 @@ class GroupedGemm:
             self._tensor(CUTLASS_DTYPES[spec.row_scale], scales, (total_rows,))
             if const_expr(spec.row_scale)
             else None,
-            self._rows(Float32, row_results, tiles, total_rows)
+            self._rows(Float32, row_sums, tiles, total_rows)
             if const_expr(spec.is_backward and spec.row_scale != "")
             else None,
-            (out, row_results) if const_expr(spec.out_format is not None) else None,
-            (d_preact, preact) if const_expr(spec.quantize_preact) else None,
+            (out, out_scales) if const_expr(spec.out_format is not None) else None,
+            (preact_out, preact_scales) if const_expr(spec.quantize_preact) else None,
             self._pointer(Int32, counter),
             layout_a,
             layout_b,

@@ -31,12 +31,12 @@ class TileScheduler:
     Where rows are grouped, a tile has ``tile_rows`` rows, and group ``groups`` stands for the rows
     from the last end to ``tail_end``, whose output is zero. Where the reduction is grouped,
     ``tile_rows`` is 0: a group has ``down`` rows of tiles, or none if it has no rows and such are
-    skipped. Lane ``i`` of a warp knows group ``base + i``; a tile is found by a ballot, and the
-    lanes move on to the next 32 groups when the tile lies past theirs.
+    skipped. Lane ``i`` of a warp knows group ``base + i``, whose tiles end before ``tiles_end``; a
+    tile is found by a ballot, and the lanes move on to the next 32 groups when it lies past theirs.
 
-    Tiles of a grouped reduction are as long as their group, and a block has drawn its next two when
-    the last is drawn: they come longest first, by ``level``, the number of bits of a group's rows
-    but the last `_SHORT`. The lanes go through all groups once for each level that there is;
+    The work of a tile of a grouped reduction grows with its group's rows, and blocks draw tiles two
+    ahead. Hence the longest come first, by ``level``: how many bits a group's number of rows has
+    without its lowest `_SHORT`. The lanes go through all groups once for each level that there is;
     ``lower`` is the next one.
 
     ``band`` rows of tiles are walked down before the next column.
@@ -53,11 +53,11 @@ class TileScheduler:
             self._prefetch()
             level = Int32(0) if tile_rows else self._highest_level()
             state = self._look(Int32(0), Int32(0), level, Int32(-1))
-        self.base, self.last, self.start, self.rows, self.level, self.lower = state
+        self.base, self.tiles_end, self.start, self.rows, self.level, self.lower = state
 
     def __extract_mlir_values__(self):
         values = [self.total_rows, self.tail_end, self.groups, self.columns, self.down]
-        values += [self.base, self.last, self.start, self.rows, self.level, self.lower]
+        values += [self.base, self.tiles_end, self.start, self.rows, self.level, self.lower]
         return cutlass.extract_mlir_values(self.ends) + [
             v for value in values for v in cutlass.extract_mlir_values(value)
         ]
@@ -131,36 +131,36 @@ class TileScheduler:
             if group < self.groups:
                 end = group_end(self.ends, group, self.total_rows)
         rows = cutlass.max(end - start, Int32(0))
-        last = Int32(0)
+        tiles_end = Int32(0)
         if const_expr(self.tile_rows):
-            last = cute.ceil_div(rows, self.tile_rows) * self.columns
+            tiles_end = cute.ceil_div(rows, self.tile_rows) * self.columns
             for step in cutlass.range_constexpr(5):
-                below = shuffle_sync_up(last, 1 << step)
+                below = shuffle_sync_up(tiles_end, 1 << step)
                 if lane >= (1 << step):
-                    last += below
+                    tiles_end += below
         else:  # groups have as many tiles each
             own_level = self._level(group, rows)
             there = cute.arch.vote_ballot_sync(own_level == level) & cute.arch.lanemask_le()
-            last = Int32(cute.arch.popc(there)) * self.down * self.columns
+            tiles_end = Int32(cute.arch.popc(there)) * self.down * self.columns
             if own_level >= level:
                 own_level = Int32(-1)
             lower = cutlass.max(lower, cute.arch.warp_redux_sync(own_level, "max"))
-        return base, first + last, start, rows, level, lower
+        return base, first + tiles_end, start, rows, level, lower
 
     @cute.jit
     def seek(self, tile: Int32):
         """The tile's coordinates; tiles are asked for in ascending order."""
-        base, last, start, rows = self.base, self.last, self.start, self.rows
+        base, tiles_end, start, rows = self.base, self.tiles_end, self.start, self.rows
         level, lower = self.level, self.lower
-        end = shuffle_sync(last, _LANES - 1)
+        end = shuffle_sync(tiles_end, _LANES - 1)
         while (tile >= end) & ((base + _LANES <= self.groups) | (lower >= 0)):
             base += _LANES
             if base > self.groups:
                 base, level, lower = Int32(0), lower, Int32(-1)
-            base, last, start, rows, level, lower = self._look(base, end, level, lower)
-            end = shuffle_sync(last, _LANES - 1)
-        moved = self._with((base, last, start, rows, level, lower))
-        lane = cute.arch.popc(cute.arch.vote_ballot_sync(last <= tile))
+            base, tiles_end, start, rows, level, lower = self._look(base, end, level, lower)
+            end = shuffle_sync(tiles_end, _LANES - 1)
+        moved = self._with((base, tiles_end, start, rows, level, lower))
+        lane = cute.arch.popc(cute.arch.vote_ballot_sync(tiles_end <= tile))
         valid = lane < _LANES
         lane = cutlass.min(lane, Int32(_LANES - 1))
         group = base + lane
@@ -168,7 +168,7 @@ class TileScheduler:
         tiles_down = self.down
         if const_expr(self.tile_rows):
             tiles_down = cutlass.max(cute.ceil_div(group_rows, self.tile_rows), Int32(1))
-        index = tile - (shuffle_sync(last, lane) - tiles_down * self.columns)
+        index = tile - (shuffle_sync(tiles_end, lane) - tiles_down * self.columns)
         m, n = _in_bands(index, tiles_down, self.columns, self.band)
         return moved, valid, group, m, n, group_start, group_rows
 
