@@ -229,7 +229,7 @@ def chosen(op: str, shape: Shape, sms: int = 132) -> Tile:
 
 # --- tiles ----------------------------------------------------------------------------------------
 
-# Rows and columns, ping-pong (p) or cooperating (c), clusters; d: drawn from a counter.
+# Rows and columns, ping-pong (p) or cooperating (c), clusters; d: taken from a counter.
 _GRID = {
     "16x64p": ("11", "11d"),
     "16x128p": ("11", "11d"),
@@ -268,7 +268,7 @@ _AHEAD = {(64, 64): (4,), (64, 128): (5,), (128, 128): (3, 5), (128, 192): (2,)}
 def tile_of(text: str) -> Tile:
     """The tile that `label` calls ``text``."""
     shape, _, ahead = text.partition("/")
-    size, drawn = shape.removesuffix("d"), shape.endswith("d")
+    size, dynamic = shape.removesuffix("d"), shape.endswith("d")
     rows, rest = size.split("x")
     kind, clusters = rest[-4:-2], rest[-2:]
     columns = int(rest[:-4])
@@ -278,7 +278,7 @@ def tile_of(text: str) -> Tile:
         kind == "pp",
         int(clusters[0]),
         int(clusters[1]),
-        drawn,
+        dynamic,
         int(ahead or 3),
     )
 
@@ -668,14 +668,14 @@ def draw(found: dict[str, Any], path: Path) -> None:
     scale = colors.LogNorm(0.75, 1 / 0.75)
     dtype = "FP8" if is_fp8(ops[0]) else "BF16"
     for axes, title, values in zip(panels, titles, maps, strict=True):
-        drawn = axes.imshow(values, aspect="auto", cmap="RdYlGn", norm=scale)
+        image = axes.imshow(values, aspect="auto", cmap="RdYlGn", norm=scale)
         for row, column in values.isfinite().nonzero().tolist():
             text = f"{values[row, column]:.2f}"
             axes.text(column, row, text, ha="center", va="center", fontsize=7)
         axes.set_title(f"{title} / chosen tile", fontsize=10)
         axes.set_xticks(range(len(ops)), ops, fontsize=8)
     panels[0].set_yticks(range(len(shapes)), shapes, fontsize=7)
-    figure.colorbar(drawn, ax=panels, fraction=0.02, ticks=[0.75, 1, 1.33], format="%.2f")
+    figure.colorbar(image, ax=panels, fraction=0.02, ticks=[0.75, 1, 1.33], format="%.2f")
     figure.suptitle(
         f"Time relative to the tile that the model chooses, {dtype}, {gpus}: above 1 it is faster"
     )

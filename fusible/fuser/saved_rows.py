@@ -12,7 +12,8 @@ from torch import Tensor
 
 from fusible.fuser.context import OperationContext
 from fusible.fuser.tracing import hooks_hold_saved
-from fusible.kernels.saved_rows import LINE, header_size, restore, save, supports_copy
+from fusible.kernels.saved_rows import header_size, restore, save, supports_copy
+from fusible.kernels.saved_rows.spec import LINE
 
 _COPIES = 4096  # of a step
 
@@ -43,9 +44,9 @@ class SavedRowsPool:
 
     Not in the pool, but saved as without one, are: inputs of linears under a recipe (the
     pre-activation is in the pool), inputs that the backward computes again, inputs of activations
-    that are not fused, tensors on other devices, rows whose size is no multiple of 16 bytes, and
-    everything that ``torch.compile`` traces or that ``saved_tensors_hooks`` take, as those of
-    ``torch.utils.checkpoint`` do.
+    that are not fused, tensors on other devices, tensors after the 4096th of a step, rows whose
+    size is no multiple of 16 bytes, and everything that ``torch.compile`` traces or that
+    ``saved_tensors_hooks`` take, as those of ``torch.utils.checkpoint`` do.
 
     Args:
         num_bytes: Size of the buffer, which is allocated here.

@@ -68,9 +68,9 @@ def test_elements_become_bf16_in_the_order_of_x(device_code, fmt):
     # x numbers the columns: as many BF16 integers as there are.
     order = np.arange(8, dtype=np.float32).view(np.uint32)
     x = [order[i] >> np.uint32(16) | order[i + 1] & np.uint32(0xFFFF0000) for i in range(0, 8, 2)]
-    columns = bf16(device_code.paired(x, fmt), 0).astype(int)
+    columns = bf16(device_code.x_pairs(x, fmt), 0).astype(int)
     assert sorted(columns) == list(range(8))
-    got = bf16(device_code.pairs_of(list(words), fmt), exponent)
+    got = bf16(device_code.weight_pairs(list(words), fmt), exponent)
     np.testing.assert_array_equal(got, values[:, columns])
 
 

@@ -182,13 +182,13 @@ def made_by_the_kernels_code(monkeypatch, operands, glu, fmt, uses=(True, True),
     wanted = act is not None, *uses, True
     given = dy, preact, scales, ends, scale, *glu, *constants, *wanted
     results = [*torch.ops.fusible.quantize_glu_backward(*given)]
-    paired = glu.sides == 2 and (interleave or columns // 2) % 128 == 0
-    results[5] = torch.empty(-(-columns // 128) >> paired, ROWS)
+    both_sides = glu.sides == 2 and (interleave or columns // 2) % 128 == 0
+    results[5] = torch.empty(-(-columns // 128) >> both_sides, ROWS)
     for t in results:
         t.flatten().view(torch.uint8).fill_(0xA5)
     quantize = QuantizeSpec(fmt, "bf16", True, False, *uses, k_major=True)
     stripe = interleave if interleave < 8 else 0
-    options = scales is not None, stripe, True, paired, act, quantized
+    options = scales is not None, stripe, True, both_sides, act, quantized
     spec = GluBackwardSpec(quantize, glu.activation, *options)
     inside = ends.clamp(max=ROWS).tolist()
     preact = (preact, scale) if quantized else preact

@@ -82,14 +82,14 @@ GLU_BACKWARD = [
     GluBackwardSpec(K_MAJOR[0], "swiglu", True, 0, False),
     GluBackwardSpec(K_MAJOR[0], "swiglu", True, 1, False),
     GluBackwardSpec(K_MAJOR[0], "swiglu", True, 0, True),
-    GluBackwardSpec(K_MAJOR[0], "swiglu", True, 0, False, paired=True),
-    GluBackwardSpec(K_MAJOR[0], "situglu", True, 0, True, paired=True),
+    GluBackwardSpec(K_MAJOR[0], "swiglu", True, 0, False, both_sides=True),
+    GluBackwardSpec(K_MAJOR[0], "situglu", True, 0, True, both_sides=True),
     GluBackwardSpec(K_MAJOR[0], "clamped_qgeglu", True, 0, False),
     GluBackwardSpec(K_MAJOR[0]._replace(wide_ends=True), "clamped_qgeglu", True, 4, True),
     # Of a quantized pre-activation.
     *[
-        GluBackwardSpec(K_MAJOR[0], name, scaled, stripe, values, paired, act, True)
-        for name, scaled, stripe, values, paired, act in (
+        GluBackwardSpec(K_MAJOR[0], name, scaled, stripe, values, both_sides, act, True)
+        for name, scaled, stripe, values, both_sides, act in (
             ("swiglu", True, 0, False, True, fp8_block()),
             ("swiglu", False, 0, True, True, None),
             ("situglu", True, 0, True, True, fp8_block()),
@@ -98,8 +98,8 @@ GLU_BACKWARD = [
     ],
     # With the activation.
     *[
-        GluBackwardSpec(K_MAJOR[0], name, scaled, 0, values, paired, fp8_block())
-        for name, scaled, values, paired in (
+        GluBackwardSpec(K_MAJOR[0], name, scaled, 0, values, both_sides, fp8_block())
+        for name, scaled, values, both_sides in (
             ("swiglu", True, False, True),
             ("swiglu", False, True, True),
             ("clamped_qgeglu", True, False, True),
@@ -120,7 +120,7 @@ GLU_BACKWARD_THAT_SPILLS = {
     "none, stripes": GluBackwardSpec(FOR_NONE, "clamped_qgeglu", True, 1, True),
     "none, plain": GluBackwardSpec(FOR_NONE, "srelu", True, 0, True),
     "none, situglu": GluBackwardSpec(FOR_NONE, "situglu", True, 0, True),
-    "none, paired": GluBackwardSpec(FOR_NONE, "swiglu", True, 0, True, paired=True),
+    "none, both sides": GluBackwardSpec(FOR_NONE, "swiglu", True, 0, True, both_sides=True),
     "columns, activation": GluBackwardSpec(
         K_MAJOR[0]._replace(rowwise=False), "clamped_qgeglu", True, 0, False, True, fp8_block()
     ),
@@ -158,7 +158,7 @@ def name(case):
     if kernel == "quantize.glu_backward.quantize":
         act = "" if spec.act_format is None else f"-{spec.act_format.name}"
         act += "-quantized" * spec.quantized_preact
-        return f"{kernel}-{spec.activation}-{spec.stripe}-{spec.values}-{spec.paired}{act}"
+        return f"{kernel}-{spec.activation}-{spec.stripe}-{spec.values}-{spec.both_sides}{act}"
     uses = "".join(letter for letter, on in zip("gwrcvu", spec[2:], strict=False) if on)
     return f"{kernel}-{spec.format.name}-{spec.dtype}-{uses}"
 

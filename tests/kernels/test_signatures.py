@@ -90,7 +90,7 @@ def test_the_backward_of_an_activation(glu, launches, called):
         (Glu(), FORMAT, fp8_tensor(), 0),
         (Glu(), fp8_tensor(), FORMAT, 0),
     ],
-    ids=["paired", "plain", "stripes", "whole activation", "whole gradients"],
+    ids=["both sides", "only operand", "stripes", "whole activation", "whole gradients"],
 )
 def test_the_backward_of_an_activation_that_is_written(glu, fmt, act, launches, called):
     dy = torch.zeros(ROWS, COLUMNS, dtype=torch.bfloat16)

@@ -240,11 +240,11 @@ def quantize_glu_backward(monkeypatch, dy, preact, scales, ends, glu, results, s
 
     preact, preact_scale = preact if spec.quantized_preact else (preact, None)
     rows, columns = preact.shape
-    width = 256 if spec.paired else 128
+    width = 256 if spec.both_sides else 128
     coords = list(_coords(rows, columns, len(ends), ends, rows, width=width))
     coords = np.array(coords)[:, :, None]
     block, chunk, *coord = np.moveaxis(coords, 1, 0)
-    if spec.paired:
+    if spec.both_sides:
         chunk = glu_backward.first_chunk(chunk, glu.interleave or columns // 2, spec)
     memory = Memory()
     with monkeypatch.context() as patch, np.errstate(all="ignore"):

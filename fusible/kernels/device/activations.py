@@ -6,8 +6,6 @@
 
 from cutlass import Float32, cute, select_
 
-from fusible.activations import UNARY
-
 _LOG2_E = 1.4426950408889634
 _GELU, _CUBIC = 1.5957691216057308, 0.044715  # 2 sqrt(2 / pi)
 
@@ -107,7 +105,11 @@ def _clamped_linear(x, constants):
 
 
 FUNCTIONS = {
-    **{name: (globals()[f"_{name}"], None) for name in UNARY},
+    "gelu": (_gelu, None),
+    "qgelu": (_qgelu, None),
+    "relu": (_relu, None),
+    "srelu": (_srelu, None),
+    "silu": (_silu, None),
     "glu": (_sigmoid, None),
     "geglu": (_gelu, None),
     "qgeglu": (_qgelu, None),

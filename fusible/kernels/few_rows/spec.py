@@ -101,7 +101,9 @@ class FewRowsSpec(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def max_rows(fmt: NumberFormat) -> int:
-    """Rows of a group, on average, up to which dequantizing the weights first is not faster."""
+    """The most rows a group, on average, for which these kernels are at least as fast as
+    dequantizing first.
+    """
     return 32 if FewRowsSpec(fmt).scales_sums else 64
 
 

@@ -23,8 +23,8 @@ from fusible.kernels.stacking import stacked
 _ALIGNMENT = 16  # bytes, of strides and pointers, which torch.nn.functional.grouped_mm requires
 
 
-def _is_best(t: Tensor) -> bool:
-    """Whether these products are the best there are for BF16 on the device of ``t``."""
+def _is_preferred(t: Tensor) -> bool:
+    """Whether PyTorch's product reads sizes on the device, or no Triton could take its place."""
     if t.device.type != "cuda" or torch.version.hip or not versions.has_triton():
         return True
     return portable.pytorch_reads_on_device("bfloat16", sm_of(t.device))
@@ -61,9 +61,9 @@ def grouped_mm(
     """`definitions.grouped_mm`."""
     if x_scale is not None and w_scale is not None:
         x, w = dequantized(x, x_scale).bfloat16(), [dequantized(stacked(w), w_scale).bfloat16()]
-        if not _is_best(x):
+        if not _is_preferred(x):
             return portable.grouped_mm(x, w, ends, bias, row_scale, transpose_w, out=out)
-    if x.dtype != torch.bfloat16 or not _is_best(x):
+    if x.dtype != torch.bfloat16 or not _is_preferred(x):
         return NotImplemented
     weight = stacked(w)
     rows, out_features = x.shape[0], weight.shape[2 if transpose_w else 1]
@@ -96,9 +96,9 @@ def grouped_wgrad(
     """`definitions.grouped_wgrad`, except that it rounds to BF16 before ``out_dtype``."""
     if dy_scale is not None and x_scale is not None:
         dy, x = dequantized(dy, dy_scale).bfloat16(), dequantized(x, x_scale).bfloat16()
-        if not _is_best(x):
+        if not _is_preferred(x):
             return portable.grouped_wgrad(dy, x, ends, out_dtype)
-    if dy.dtype != torch.bfloat16 or not _is_best(dy):
+    if dy.dtype != torch.bfloat16 or not _is_preferred(dy):
         return NotImplemented
     out_features, in_features = dy.shape[1], x.shape[1]
     if dy.shape[0] == 0:

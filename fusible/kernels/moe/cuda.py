@@ -362,7 +362,6 @@ def route_tokens(
     of_bias = "" if bias is None else PTX_NAMES[bias.dtype]
     route_spec = _route_spec(experts, top_k, options, expert_bias is not None)
     spec = RouteTokensSpec(route_spec, PTX_NAMES[x.dtype], vectors, of_bias)
-    # Last: while a graph is captured, it may be memory that the next tensor gets.
     counter = zeroed_counter(x.device.index, torch._C._cuda_getCurrentRawStream(x.device.index))
     launch("moe.router.route_tokens", (spec,), x.device, *inputs, *outputs, counter, tokens)
     return outputs

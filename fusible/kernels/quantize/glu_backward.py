@@ -163,7 +163,7 @@ def writes_activation(glu: Glu, columns: int, *formats: NumberFormat) -> bool:
     Both must be of 1x128 blocks, and gate and linear columns, of ``columns``, in stripes of whole
     blocks. Otherwise the definition runs if the activation is requested.
     """
-    fits = glu.sides == 1 or _paired(glu, columns)
+    fits = glu.sides == 1 or _takes_both_sides(glu, columns)
     return fits and all([fmt.block == BLOCKS[0] for fmt in formats])
 
 
@@ -172,7 +172,7 @@ def _stripe(glu: Glu, columns: int) -> int:
     return glu.interleave or columns // glu.sides
 
 
-def _paired(glu: Glu, columns: int) -> bool:
+def _takes_both_sides(glu: Glu, columns: int) -> bool:
     """Whether gates and linear columns lie in stripes of whole blocks."""
     return glu.sides == 2 and _stripe(glu, columns) % FP8_BLOCK == 0
 
@@ -268,9 +268,9 @@ def _launch(
     """
     glu, fmt, _, wanted = options
     columns = inputs.preact.shape[1]
-    stripe, paired = _stripe(glu, columns), _paired(glu, columns)
+    stripe, both_sides = _stripe(glu, columns), _takes_both_sides(glu, columns)
     # The kernel reads quantized pre-activations where a thread block has whole blocks of each side.
-    if not (glu.sides == 1 or paired):
+    if not (glu.sides == 1 or both_sides):
         inputs = inputs.decoded()
     dy, preact, scales, ends, preact_scale = inputs
     rows, groups, amax = preact.shape[0], len(ends), None
@@ -278,7 +278,7 @@ def _launch(
         amax = preact.new_zeros(groups, dtype=torch.int32)
         if values is None:
             values = torch.empty_like(preact, dtype=dy.dtype)
-    blocks = 0 if scales is None else -(-columns // FP8_BLOCK) >> paired
+    blocks = 0 if scales is None else -(-columns // FP8_BLOCK) >> both_sides
     of_rows = None if scales is None else scales.float().contiguous()
     partials = dy.new_empty(blocks * rows, dtype=torch.float32)
     constants = _kernel(options, columns, ends.dtype, scales is not None, preact_scale is not None)
@@ -310,7 +310,7 @@ def _kernel(
     stripe = _stripe(glu, columns)
     narrow = stripe if stripe < _THREAD_COLUMNS else 0
     of_act = act_format if wanted.activation else None
-    more = wanted.values, _paired(glu, columns), of_act, quantized_preact
+    more = wanted.values, _takes_both_sides(glu, columns), of_act, quantized_preact
     return (GluBackwardSpec(quantize, glu.activation, scaled, narrow, *more),)
 
 

@@ -126,28 +126,29 @@ class GluBackwardSpec(NamedTuple):
     """Neighbouring gate columns before their linear columns, if fewer than a thread has; else 0."""
     values: bool
     """The gradients are written in high precision too."""
-    paired: bool = False
+    both_sides: bool = False
     """Stripes are whole blocks of columns: a thread block takes gates and linear columns."""
     act_format: NumberFormat | None = None
     """The format of 1x128 blocks in which the activation is written too, column-wise.
 
-    Only if ``paired``, or of an activation that is not gated, and without scales of whole groups.
+    Only if ``both_sides``, or of an activation that is not gated, and without scales of whole
+    groups.
     """
     quantized_preact: bool = False
     """The pre-activation is in the format `SAVED_INPUT`.
 
-    Only if ``paired``, or of an activation that is not gated.
+    Only if ``both_sides``, or of an activation that is not gated.
     """
 
     @property
-    def stages_linears(self) -> bool:
+    def stages_linear_columns(self) -> bool:
         """Whether gradients of linear columns are in shared memory before they are stored."""
-        return self.paired and not self.quantize.has_matrix_scales
+        return self.both_sides and not self.quantize.has_matrix_scales
 
     @property
     def staged(self) -> int:
         """Blocks in shared memory: gradients of linear columns, and the activation."""
-        return self.stages_linears + (self.act_format is not None)
+        return self.stages_linear_columns + (self.act_format is not None)
 
     @property
     def quantize_act(self) -> QuantizeSpec:

@@ -29,7 +29,8 @@ def zeroed_counter(index: int, stream: int) -> int:
     """Address of two int32, zero before and after each launch that counts there.
 
     Kernels of one stream follow each other and share theirs. A captured launch gets its own: its
-    graph may be replayed concurrently with any other.
+    graph may be replayed concurrently with any other. Take it right before the launch: in a capture
+    its memory may be given to the next tensor.
     """
     if torch._C._cuda_isCurrentStreamCapturing():
         pool, rows = _capture_counters.get(index, (None, iter(())))

@@ -16,14 +16,11 @@ from torch import Tensor
 
 from fusible.kernels.runtime.gpu import MAX_INDEX, multiprocessors, runs_kernels
 from fusible.kernels.runtime.launch import launch
+from fusible.kernels.saved_rows.spec import LINE, THREADS, TOGETHER, UNIT
 from fusible.library import define
-
-LINE, UNIT = 128, 16
-"""Bytes at which a copy begins, and that a thread copies at once."""
 
 _MIN_SM = 80
 _BLOCKS = 8  # thread blocks for each multiprocessor
-_UNITS_OF_BLOCK = 4 * 256
 
 
 def supports_copy(t: Tensor) -> bool:
@@ -51,7 +48,8 @@ def header_size(copies: int) -> int:
 def _places(
     memory: Tensor, units: int, row_units: int, ends: Tensor, copy: int, copies: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Where each of ``units`` is in the buffer, whether it is of a group, and the line behind all.
+    """The place of each unit in the buffer, whether it belongs to a group, and the line after the
+    copy.
 
     Those of no group, and of a copy without room, are where the buffer ends.
     """
@@ -81,7 +79,7 @@ def save_rows(out: Tensor, rows: Tensor, ends: Tensor, copy: int, copies: int) -
 def restore_rows(
     memory: Tensor, ends: Tensor, copy: int, copies: int, shape: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
-    """The rows that `save_rows` copied, ``[M, F]``, with zeros behind the last group.
+    """The rows that `save_rows` copied, ``[M, F]``, with zeros past the last group.
 
     All bits of a copy that did not fit are set, which is NaN in every floating-point format.
     """
@@ -105,7 +103,7 @@ def _launch(
     header = header_size(copies)
     row_units = rows.shape[1] * rows.element_size() // UNIT
     most_blocks = _BLOCKS * multiprocessors(rows.device)
-    blocks = min(most_blocks, -(-rows.shape[0] * row_units // _UNITS_OF_BLOCK))
+    blocks = min(most_blocks, -(-rows.shape[0] * row_units // (THREADS * TOGETHER)))
     lines = (memory.numel() - header) // LINE - 1
     sizes = rows.shape[0], row_units, ends.shape[0], copy, header, lines, blocks
     launch(f"saved_rows.copy.{name}", (), rows.device, memory, rows, ends, *sizes)

@@ -308,7 +308,8 @@ class _GradientOperands(NamedTuple):
     pitches: tuple[int, int] = (0, 0)
     scales: OperandScales = NO_SCALES
     scale_tensors: tuple[Tensor, ...] = ()
-    """The tensors behind the addresses of the scales, which may be copies."""
+    """The tensors behind the addresses of the scales, which may be copies; never read, but kept
+    until the launch."""
 
 
 def _gradient_operands(

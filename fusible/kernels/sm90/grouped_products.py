@@ -1,4 +1,5 @@
-"""The SM90 grouped products with a weight of one layout: the only place that makes launches.
+"""The SM90 grouped products with a weight of one layout: the only module that
+constructs `Launch` objects.
 
 Nothing here checks or copies an operand; `checked_products` does, for operands of any layout.
 """

@@ -1,4 +1,4 @@
-"""The SM90 kernels: a launch with the arguments that stay the same."""
+"""A compiled kernel with the arguments that do not change between calls."""
 
 from typing import NamedTuple
 
@@ -37,7 +37,7 @@ class Launch:
     """A kernel with all its arguments but the number of rows and the addresses."""
 
     __slots__ = (
-        "_cluster_rows", "_clusters", "_clusters_across", "_constant", "_dynamic", "_function",
+        "_cluster_rows", "_clusters", "_clusters_each", "_constant", "_dynamic", "_function",
         "_groups", "_index", "tiles_across",
     )  # fmt: skip
 
@@ -66,13 +66,14 @@ class Launch:
             preact_out_pitch, *glu_layout, *constants,
         )  # fmt: skip
         self._clusters = multiprocessors(device) // (tile.cluster_m * tile.cluster_n)
-        # Rows of the output that a cluster computes at once, and how many clusters lie across.
-        self._cluster_rows, self._clusters_across = rows, -(-columns // width)
+        # Rows of the output that a cluster computes at once, 0 in a weight gradient; clusters for a
+        # row of tiles, or for a group of a weight gradient.
+        self._cluster_rows, self._clusters_each = rows, -(-columns // width)
         self.tiles_across = -(-columns // spec.width)
         if not spec.by_rows:
             # Every group has the same tiles; the number of rows does not change them.
             self._cluster_rows = 0
-            self._clusters_across = -(-columns // rows) * -(-depth // width)
+            self._clusters_each = -(-columns // rows) * -(-depth // width)
 
     def __call__(
         self,
@@ -105,7 +106,7 @@ class Launch:
         if self._cluster_rows:
             # Every group, and the rows past the last, may end in a part of a tile.
             tiles += rows // self._cluster_rows + 1
-        clusters = min(self._clusters, tiles * self._clusters_across)
+        clusters = min(self._clusters, tiles * self._clusters_each)
         stream = torch._C._cuda_getCurrentRawStream(index)  # a tenth of the public call's time
         counter = zeroed_counter(index, stream) if self._dynamic else 0
         call_on_device(index, self._function, (

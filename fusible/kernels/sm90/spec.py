@@ -32,7 +32,7 @@ class Tile(NamedTuple):
     pingpong: bool = True
     cluster_m: int = 1
     cluster_n: int = 1
-    dynamic: bool = False  # tiles are drawn from a counter, not assigned beforehand
+    dynamic: bool = False  # tiles are taken from a counter, not assigned beforehand
     ahead: int = 3  # `BACKWARD`: blocks of pre-activations loaded before their epilogue
 
     @property
@@ -253,7 +253,7 @@ class Spec(NamedTuple):
         return self.tile.ahead if self.is_backward else 0
 
     @property
-    def fetches_preacts(self) -> bool:
+    def prefetches_preacts(self) -> bool:
         """Whether they are fetched to the L2 cache before there is room for them.
 
         It pays where there is room for few, too few to hide the latency of memory.
@@ -262,7 +262,7 @@ class Spec(NamedTuple):
 
     @property
     def preact_blocks(self) -> int:
-        """How often a tile reads blocks of all sides."""
+        """Blocks of pre-activations of a tile, each of all sides."""
         return self.tile.m * self.tile.n // (WARPGROUP_ROWS * self.block_columns)
 
     @property

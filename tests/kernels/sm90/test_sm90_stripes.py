@@ -32,10 +32,10 @@ def test_every_thread_gets_gates_and_linears_of_its_columns(stripe, monkeypatch)
     monkeypatch.setattr(stripes, "Boolean", np.asarray)
     pair = np.arange(16 * 16).reshape(16, 16)  # rows of a warp by columns
     held = [
-        [pair[LANES // 4 + 8 * (i // 2), 8 * eight + 2 * (LANES % 4) + i % 2] for i in range(4)]
-        for eight in range(2)
+        [pair[LANES // 4 + 8 * (i // 2), 8 * group8 + 2 * (LANES % 4) + i % 2] for i in range(4)]
+        for group8 in range(2)
     ]
-    sides = stripes.untangle(*held, stripe, LANES)
+    sides = stripes.to_stripes_of_8(*held, stripe, LANES)
     for side in range(2):
         for i in range(4):
             row, column = LANES // 4 + 8 * (i // 2), 2 * (LANES % 4) + i % 2

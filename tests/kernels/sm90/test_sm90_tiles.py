@@ -33,20 +33,20 @@ def chosen(kind, rows, groups, columns, depth, sms=SMS, **options):
 
 
 @pytest.mark.parametrize("groups", [1, 3, 8, 512])
-def test_rows_of_a_class_are_alike(groups):
-    classes = set()
+def test_rows_of_a_bucket_are_alike(groups):
+    buckets = set()
     for rows in [*range(600), *range(600, 600 * groups, 97 * groups)]:
-        stands_for = rows_bucket(rows, groups)
-        assert rows <= stands_for
+        bucket = rows_bucket(rows, groups)
+        assert rows <= bucket
         # A group has at most a quarter more, and one more where the rows are no multiple.
         unit = groups if rows > groups else 1
-        assert stands_for <= 1.25 * (rows + unit)
-        assert rows_bucket(stands_for, groups) == stands_for
-        classes.add(stands_for)
-    assert len(classes) < 60
+        assert bucket <= 1.25 * (rows + unit)
+        assert rows_bucket(bucket, groups) == bucket
+        buckets.add(bucket)
+    assert len(buckets) < 60
 
 
-def test_no_rows_and_no_groups_are_a_class_too():
+def test_no_rows_and_no_groups_are_a_bucket_too():
     assert rows_bucket(0, 8) == rows_bucket(0, 0) == 1
     assert rows_bucket(100, 0) == rows_bucket(100, 1)
 

@@ -49,8 +49,8 @@ class _GroupWeights(NamedTuple):
 # --- numbers --------------------------------------------------------------------------------------
 
 
-def pairs_of(words, fmt):
-    """Pairs of 8 numbers of a weight, BF16: too small by `_BIAS`; the order is that of `paired`.
+def weight_pairs(words, fmt):
+    """Pairs of 8 numbers of a weight, BF16: too small by `_BIAS`; the order is that of `x_pairs`.
 
     ``words`` are one of E2M1 or two of E4M3.
     """
@@ -72,7 +72,7 @@ def _shifted(word, by):
     return word << by if by > 0 else word >> -by if by < 0 else word
 
 
-def paired(words, fmt):
+def x_pairs(words, fmt):
     """The same pairs of 8 numbers of x, from four words of two neighbours each."""
     a, b, c, d = words
     first, second = ((a, c), (b, d)) if fmt.element == E2M1 else ((a, b), (c, d))
@@ -108,7 +108,7 @@ def nan_bytes(word):
 
 
 def _factors(stored, spec):
-    """Of each row of a thread, pairs of BF16 by which values of `pairs_of` are multiplied.
+    """Of each row of a thread, pairs of BF16 by which values of `weight_pairs` are multiplied.
 
     From the row's one or two stored scales; None where sums are scaled.
     """
@@ -130,7 +130,7 @@ def _factor(stored, fmt):
 
 
 def _scaled(pairs, factor, fmt):
-    """Values of pairs of `pairs_of`; ``factor`` is None where sums are scaled."""
+    """Values of pairs of `weight_pairs`; ``factor`` is None where sums are scaled."""
     if fmt.scale != "e4m3":
         power = _power_pair(_BIAS[fmt.element.name])
         pairs = [_times(pair, power) for pair in pairs]
@@ -255,9 +255,9 @@ def _multiply_part(words, factors, x_words, sums, nans, part, spec, tiles):
         if fmt.element == E4M3:
             for word in own:
                 nans[r] = nans[r] | nan_bytes(word)
-        pairs.append(_scaled(pairs_of(own, fmt), factor, fmt))
+        pairs.append(_scaled(weight_pairs(own, fmt), factor, fmt))
     for n in range(tiles):
-        of_x = paired(x_words[n], fmt)
+        of_x = x_pairs(x_words[n], fmt)
         for m in range(2):
             upper, lower = pairs[2 * m], pairs[2 * m + 1]
             for half in (0, 2):
@@ -278,7 +278,7 @@ def _weight_row(column, side, columns, spec):
     return column // block * (2 * block) + column % block + side * block
 
 
-def _rows_of_thread(column, across, columns, spec):
+def _rows_of_thread(column, warp_across, columns, spec):
     """The rows of the weight that a thread loads, for the tile whose first column is ``column``."""
     lane = cute.arch.lane_idx()
     rows = []
@@ -286,9 +286,9 @@ def _rows_of_thread(column, across, columns, spec):
         for half in range(2):
             own = lane // 4 + 8 * half
             if spec.gated:
-                at = column + across * (WARP_FEATURES // 2) + own
+                at = column + warp_across * (WARP_FEATURES // 2) + own
             else:
-                at = column + across * WARP_FEATURES + 16 * m + own
+                at = column + warp_across * WARP_FEATURES + 16 * m + own
             rows.append(_weight_row(cutlass.min(at, columns - 1), m, columns, spec))
     return rows
 
@@ -312,7 +312,7 @@ class _Problem(NamedTuple):
     constants: Any
 
 
-def _weights_of(problem, group, column, across, spec):
+def _weights_of(problem, group, column, warp_across, spec):
     """Addresses of a thread's rows of the weight of a group, and of its scale as a matrix."""
     fmt, group = spec.format, cutlass.min(group, problem.groups - 1)  # also asked of the tail
     features = problem.columns * (2 if spec.gated else 1)
@@ -330,13 +330,13 @@ def _weights_of(problem, group, column, across, spec):
         data = problem.data + Int64(group) * (Int64(features) * Int64(pitch))
         scale = problem.scale + Int64(group) * (Int64(scale_rows) * Int64(scale_pitch))
         outer = problem.outer + Int64(group) * 4
-    rows = _rows_of_thread(column, across, problem.columns, spec)
+    rows = _rows_of_thread(column, warp_across, problem.columns, spec)
     of_scales = [row // across_block * scale_pitch for row in rows]
     offsets = [row * pitch for row in rows]
     return _GroupWeights(data, offsets, scale, of_scales, problem.depth), outer
 
 
-def _put_sums(shared, sums, nans, across, along, spec):
+def _put_sums(shared, sums, nans, warp_across, along, spec):
     """Write a warp's sums to shared memory, ``[warps along, rows of x, features]``.
 
     They are NaN where one of the four threads that share a row of the weight loaded a NaN.
@@ -350,7 +350,7 @@ def _put_sums(shared, sums, nans, across, along, spec):
         for m in range(2):
             for i in range(4):
                 row = 8 * n + 2 * (lane % 4) + i % 2
-                feature = WARP_FEATURES * across + 16 * m + lane // 4 + 8 * (i // 2)
+                feature = WARP_FEATURES * warp_across + 16 * m + lane // 4 + 8 * (i // 2)
                 value = sums[8 * n + 4 * m + i]
                 if has_nan:
                     nan = found[2 * m + i // 2] != 0
@@ -384,14 +384,14 @@ def _write(
         _, outer = _weights_of(problem, group, column, Int32(0), spec)
         factor = bits.to_float(bits.load(outer, Int32(1), 1)[0])
     for i in cutlass.range(thread, count * spec.width, THREADS, unroll=1):
-        row, across = i // spec.width, i % spec.width
-        at = column + across
+        row, column_in_tile = i // spec.width, i % spec.width
+        at = column + column_in_tile
         if at < problem.columns:
             values = []
             for side in cutlass.range_constexpr(2 if spec.gated else 1):
-                feature = across
+                feature = column_in_tile
                 if const_expr(spec.gated):
-                    feature = across // 16 * 32 + across % 16 + 16 * side
+                    feature = column_in_tile // 16 * 32 + column_in_tile % 16 + 16 * side
                 value = _total(shared, row, feature, spec)
                 if const_expr(fmt.scale == "e4m3"):
                     value = value * Float32(2.0**_HEADROOM)
@@ -460,8 +460,8 @@ def _multiply_rows(
 ):
     """A warp's sums of ``count`` rows from ``first`` on, in the columns of a tile."""
     lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
-    across, along = warp % spec.warps_across, warp // spec.warps_across
-    weights, _ = _weights_of(problem, group, column, across, spec)
+    warp_across, along = warp % spec.warps_across, warp // spec.warps_across
+    weights, _ = _weights_of(problem, group, column, warp_across, spec)
     pitch = problem.depth * 2
     x_rows = (
         problem.x + Int64(first) * Int64(pitch),
@@ -537,8 +537,8 @@ def _product(problem: _Problem, spec: cutlass.Constexpr):
         Float32, cute.make_layout((spec.warps_along, rows, features), stride=strides)
     )
     wait()
-    across = cute.ceil_div(problem.columns, spec.width)
-    tiles = _list_groups(problem, used, counts) * across
+    tiles_across = cute.ceil_div(problem.columns, spec.width)
+    tiles = _list_groups(problem, used, counts) * tiles_across
     tile, _, _ = cute.arch.block_idx()
     blocks, _, _ = cute.arch.grid_dim()
     words = cute.make_rmem_tensor((4 * _ROWS,), Uint32)
@@ -548,9 +548,12 @@ def _product(problem: _Problem, spec: cutlass.Constexpr):
     warp = cute.arch.warp_idx()
     start = Int32(0)
     if tile < tiles:
-        _load_first(problem, words, scales, used[tile // across], tile % across * spec.width, spec)
+        _load_first(
+            problem, words, scales,
+            used[tile // tiles_across], tile % tiles_across * spec.width, spec,
+        )  # fmt: skip
     while tile < tiles:
-        group, column = used[tile // across], tile % across * spec.width
+        group, column = used[tile // tiles_across], tile % tiles_across * spec.width
         first, end = _rows_of(problem, group)
         begin, next_tile, next_start = first + start, tile, start + rows
         if (first + next_start >= end) | (group == problem.groups):
@@ -561,7 +564,7 @@ def _product(problem: _Problem, spec: cutlass.Constexpr):
             if next_tile < tiles:  # under the epilogue
                 _load_first(
                     problem, words, scales,
-                    used[next_tile // across], next_tile % across * spec.width, spec,
+                    used[next_tile // tiles_across], next_tile % tiles_across * spec.width, spec,
                 )  # fmt: skip
             _put_sums(shared, sums, nans, warp % spec.warps_across, warp // spec.warps_across, spec)
             cute.arch.sync_threads()

@@ -36,13 +36,13 @@ def _sums(
     warp, lane = thread // 32, thread % 32
     column = chunk * LANES + lane % LANES
     first = bits.load(ends + Int64(group) * 4 - 4, Int32(group > 0), 1)[0]
-    last = Int32(bits.load(ends + Int64(group) * 4, Int32(1), 1)[0])
+    stop = Int32(bits.load(ends + Int64(group) * 4, Int32(1), 1)[0])
     sums = [Float32(0) for _ in range(spec.per_vector)]
-    for start in cutlass.range(Int32(first) + thread // LANES, last, ROWS * UNROLL, unroll=1):
+    for start in cutlass.range(Int32(first) + thread // LANES, stop, ROWS * UNROLL, unroll=1):
         loaded = []
         for u in cutlass.range_constexpr(UNROLL):
             row = start + u * ROWS
-            inside = Boolean(row < last) & (column < spec.vectors)
+            inside = Boolean(row < stop) & (column < spec.vectors)
             source = _source(index, row, inside, spec)
             words = bits.load(dy + (source * spec.vectors + column) * 16, Int32(inside), 4)
             factor = Float32(1)

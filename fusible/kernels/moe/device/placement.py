@@ -48,9 +48,9 @@ def _permutation(
     workers = spec.ctas * spec.warps
     per_warp = (choices + 32 * workers - 1) // (32 * workers) * 32
     first = cutlass.min((block * spec.warps + warp) * per_warp, choices)
-    last = cutlass.min(first + per_warp, choices)
+    stop = cutlass.min(first + per_warp, choices)
 
-    _count(ids, row_map, counters[warp, None], first, last, spec.groups)
+    _count(ids, row_map, counters[warp, None], first, stop, spec.groups)
     cute.arch.sync_threads()
     if cutlass.const_expr(spec.ctas > 1):
         cute.arch.cluster_wait()
@@ -86,7 +86,7 @@ def _permutation(
             size = table[0, group]
             sizes[group] = Int64(size)
             ends[group] = table[1, group] + size
-    _place(row_map, counters[warp, None], table, first, last)
+    _place(row_map, counters[warp, None], table, first, stop)
 
 
 @cute.jit
@@ -95,7 +95,7 @@ def _count(
     row_map: cute.Tensor,
     counters: cute.Tensor,
     first: Int32,
-    last: Int32,
+    stop: Int32,
     groups: cutlass.Constexpr,
 ):
     """A warp counts its choices by group.
@@ -103,10 +103,10 @@ def _count(
     Until it has its row, a choice's entry in ``row_map`` is its group and how many of the warp's
     choices before it have the same.
     """
-    for start in cutlass.range(first, last, 32 * TOGETHER, unroll=1):
+    for start in cutlass.range(first, stop, 32 * TOGETHER, unroll=1):
         found = []
-        for choice, wanted in _loaded(ids, start, last):
-            group = group_of(wanted, choice < last, groups)
+        for choice, wanted in _loaded(ids, start, stop):
+            group = group_of(wanted, choice < stop, groups)
             found.append((choice, group, _peers(group, (groups + 1).bit_length())))
         for choice, group, peers in found:
             earlier = Int32(cute.arch.popc(peers & cute.arch.lanemask_lt()))
@@ -115,22 +115,22 @@ def _count(
             if earlier == 0:
                 counters[group] = before + Int32(cute.arch.popc(peers))
             cute.arch.sync_warp()
-            if choice < last:
+            if choice < stop:
                 row_map[choice] = ((before + earlier) << GROUP_BITS) | group
 
 
 @cute.jit
 def _place(
-    row_map: cute.Tensor, counters: cute.Tensor, table: cute.Tensor, first: Int32, last: Int32
+    row_map: cute.Tensor, counters: cute.Tensor, table: cute.Tensor, first: Int32, stop: Int32
 ):
     """A warp gives its choices their rows."""
-    for start in cutlass.range(first, last, 32 * TOGETHER, unroll=1):
-        for choice, noted in _loaded(row_map, start, last):
-            note = cutlass.select_(choice < last, noted, Int32(0))
+    for start in cutlass.range(first, stop, 32 * TOGETHER, unroll=1):
+        for choice, noted in _loaded(row_map, start, stop):
+            note = cutlass.select_(choice < stop, noted, Int32(0))
             group = note & ((1 << GROUP_BITS) - 1)
             within = (note >> GROUP_BITS) + counters[group]
             row = row_of(table, group, within)
-            if choice < last:
+            if choice < stop:
                 row_map[choice] = row
 
 
@@ -144,10 +144,10 @@ def row_of(table: cute.Tensor, group: Int32, within: Int32) -> Int32:
     return row
 
 
-def _loaded(tensor, start, last):
-    """A thread's choices from ``start`` on, each with its number; beyond the last, any number."""
+def _loaded(tensor, start, stop):
+    """A thread's choices from ``start`` on, each with its number; from ``stop`` on, any number."""
     choices = [start + 32 * i + cute.arch.lane_idx() for i in range(TOGETHER)]
-    numbers = [tensor[cutlass.min(choice, last - 1)] for choice in choices]
+    numbers = [tensor[cutlass.min(choice, stop - 1)] for choice in choices]
     return list(zip(choices, numbers, strict=True))
 
 

@@ -371,7 +371,9 @@ def route_backward(
     stream,
     spec: cutlass.Constexpr,
 ):
-    """Launch: addresses of contiguous tensors, as ``definitions.route_backward`` names them."""
+    """Launch: addresses of contiguous tensors, as ``formulas.router_probs_backward`` names them;
+    ids in 64 bits.
+    """
     _route_backward(dprobs, logits, ids, dlogits, tokens, spec).launch(
         grid=[(tokens + WARPS - 1) // WARPS, 1, 1],
         block=[32 * WARPS, 1, 1],

@@ -5,7 +5,7 @@ In stripes of 1, 2 and 4 gate columns it has gates and their linear columns. In 
 blocks of 128 columns a thread block takes a block of gates and that of their linear columns, whose
 gradients are in shared memory until those of the gates are stored. In others, where blocks of 128
 do not pair up, a thread has gates or linear columns, and reads the others as well. An activation
-that is not gated has but its operand. Gradients are rounded to BF16, then quantized, unless a scale
+that is not gated has one operand. Gradients are rounded to BF16, then quantized, unless a scale
 covers a whole group: then only the largest magnitudes are found, and another launch quantizes.
 
 Where a thread block has all operands of a block of the activation, it can write that column-wise
@@ -64,9 +64,10 @@ def gradients(source, tile, columns, values_out, spec):
     """Words of a thread's part of the pre-activation's gradient, zeros where there is nothing.
 
     Where a scale covers a whole group, one row of words of the largest magnitudes instead. Then, if
-    ``spec.stages_linears``, the linear columns' words, and if there is a ``spec.act_format``, the
-    activation's, in shared memory. Then the FP32 bits of the gradient of one row's scale by the
-    columns of its block: in the i-th of the threads that share a row, of the thread's i-th row.
+    ``spec.stages_linear_columns``, the linear columns' words, and if there is a
+    ``spec.act_format``, the activation's, in shared memory. Then the FP32 bits of the gradient of
+    one row's scale by the columns of its block: in the i-th of the threads that share a row, of the
+    thread's i-th row.
     """
     # Each of the threads that share rows loads the scales of one row; shuffles pass them on.
     own = cute.arch.lane_idx() % spec.quantize.lanes
@@ -76,16 +77,18 @@ def gradients(source, tile, columns, values_out, spec):
         (scale,) = bits.load(source.scales + Int64(tile.first + own) * 4, has_row, 1)
     preact_scales = []
     if spec.quantized_preact:
-        for side in range(1 + spec.paired):
+        for side in range(1 + spec.both_sides):
             block = (tile.column + side * source.glu_block) // FP8_BLOCK
             at = Int64(block) * Int64(source.rows) + Int64(tile.first + own)
             preact_scales += bits.load(source.preact_scales + at * 4, has_row, 1)
     first = cute.arch.lane_idx() - own
-    of_row = _narrow if spec.stripe else _paired if spec.paired else _wide
-    if ACTIVATIONS[spec.activation].sides == 1:
-        of_row = _plain
+    of_row = _gates_and_linear if spec.both_sides else _one_side
+    if spec.stripe:
+        of_row = _sides_in_thread
+    elif ACTIVATIONS[spec.activation].sides == 1:
+        of_row = _only_operand
     shared = SmemAllocator() if spec.staged else None
-    linears = _SharedRows(spec, shared) if spec.stages_linears else None
+    linears = _SharedRows(spec, shared) if spec.stages_linear_columns else None
     acts = None if spec.act_format is None else _SharedRows(spec, shared)
     rows, totals = [], []
     for r in range(spec.quantize.thread_rows):
@@ -107,7 +110,7 @@ def gradients(source, tile, columns, values_out, spec):
             rows = [largest_of_columns([*rows, *packed], spec.quantize.dtype)]
         else:
             rows.append(packed[0])
-            if spec.stages_linears:
+            if spec.stages_linear_columns:
                 linears.put(r, packed[1])
         if spec.act_format is not None:
             acts.put(r, bits.pack(act, spec.quantize.dtype))
@@ -181,7 +184,7 @@ def _act_column(column, glu_block):
 # None where the thread block has only some operands of it; bits of the gradient of the row's scale.
 
 
-def _plain(row, column, row_scale):
+def _only_operand(row, column, row_scale):
     """Of an activation's only operand."""
     source, spec = row.source, row.spec
     dy = row.dy(row.start + Int64(column), spec.quantize.vector)
@@ -194,7 +197,7 @@ def _plain(row, column, row_scale):
     return [values], act, bits.to_bits(total)
 
 
-def _narrow(row, column, row_scale):
+def _sides_in_thread(row, column, row_scale):
     """Of neighbouring gate and linear columns."""
     source, spec = row.source, row.spec
     stripe = spec.stripe
@@ -210,7 +213,7 @@ def _narrow(row, column, row_scale):
     return [values], None, bits.to_bits(total)
 
 
-def _paired(row, gate, row_scale):
+def _gates_and_linear(row, gate, row_scale):
     """Of gates from column ``gate`` on and of their linear columns, in stripes of at least 8."""
     source, spec = row.source, row.spec
     block = source.glu_block
@@ -226,11 +229,11 @@ def _paired(row, gate, row_scale):
     return [of_gates, of_linears], act, bits.to_bits(total)
 
 
-def _wide(row, column, row_scale):
+def _one_side(row, column, row_scale):
     """Of gates, or of linear columns, which leave their scale's gradient to the gates."""
     block = row.source.glu_block
     is_linear = column // block % 2
-    sides, _, total = _paired(row, column - is_linear * block, row_scale)
+    sides, _, total = _gates_and_linear(row, column - is_linear * block, row_scale)
     values = [
         bits.to_float(bits.select(is_linear, bits.to_bits(of_linear), bits.to_bits(of_gate)))
         for of_gate, of_linear in zip(*sides, strict=True)
@@ -255,7 +258,7 @@ def quantize_gradients(source, tile, rows, columns, amax, out, act_out, partials
     own = cute.arch.lane_idx() % spec.quantize.lanes
     if spec.scaled:
         width = spec.quantize.lanes * spec.quantize.vector
-        column = _act_column(tile.column, source.glu_block) if spec.paired else tile.column
+        column = _act_column(tile.column, source.glu_block) if spec.both_sides else tile.column
         at = Int64(column // width) * Int64(rows) + Int64(tile.first + own)
         inside = Boolean(own < tile.count) & (tile.column // width * width < columns)
         bits.store(partials + at * 4, [total], Int32(inside))
@@ -263,13 +266,13 @@ def quantize_gradients(source, tile, rows, columns, amax, out, act_out, partials
         raise_to_largest(amax + Int64(tile.group) * 4, words, spec.quantize.dtype)
     else:
         store_block(words, tile, rows, columns, rows, out, spec.quantize)
-        if spec.stages_linears:
+        if spec.stages_linear_columns:
             tile, columns = computed_anew(tile, columns)
             at = tile._replace(column=tile.column + source.glu_block)
             store_block(linears.get(), at, rows, columns, rows, out, spec.quantize)
         if spec.act_format is not None:
             at, features = computed_anew(tile, columns)
-            if spec.paired:
+            if spec.both_sides:
                 at = at._replace(column=_act_column(at.column, source.glu_block))
                 features = features // 2
             store_block(acts.get(), at, rows, features, rows, act_out, spec.quantize_act)
@@ -306,7 +309,7 @@ def _quantize(
     cta, _, _ = cute.arch.block_idx()
     block = cta // chunks
     chunk = cta - block * chunks
-    if cutlass.const_expr(spec.paired):
+    if cutlass.const_expr(spec.both_sides):
         chunk = first_chunk(chunk, glu_block, spec)
     tile = thread_tile(block, chunk, rows, columns, groups, rows, ends, spec.quantize)
     quantize = spec.quantize
@@ -353,11 +356,11 @@ def quantize(
     """Launch over the gradient ``[rows, columns]`` of the pre-activation: addresses and sizes.
 
     ``col_pitch`` is the distance of columns in the transposed elements, ``partials`` FP32
-    ``[ceil(columns / 128), rows]``, with half as many if ``spec.paired``; ``act`` is the
+    ``[ceil(columns / 128), rows]``, with half as many if ``spec.both_sides``; ``act`` is the
     activation.
     """
     blocks, chunks = grid_of(rows, columns, groups, rows, spec.quantize)
-    if cutlass.const_expr(spec.paired):
+    if cutlass.const_expr(spec.both_sides):
         chunks = chunks // 2
     _quantize(
         dy, preact, preact_scales, scales, ends, amax, row_data, row_scale, col_data, col_scale,

@@ -14,7 +14,7 @@ PIECE_COLUMNS = 16  # columns that one stmatrix or ldmatrix moves: 8 values of e
 
 
 class BlockWriter:
-    """A warpgroup's way out: its ring of blocks, and its threads' part in each.
+    """How a warpgroup stores: its ring of blocks, and its threads' part in each.
 
     Stored in whole, a ring of ``n > 1`` blocks needs one barrier a block: the warp that stores
     waits, before the barrier of block ``i``, until the store of block ``i - n + 1`` has left shared

@@ -25,7 +25,7 @@ from fusible.kernels.sm90.device.parts import (
 )
 from fusible.kernels.sm90.device.quantized_rows import store_quantized
 from fusible.kernels.sm90.device.stores import output_of
-from fusible.kernels.sm90.device.stripes import untangle
+from fusible.kernels.sm90.device.stripes import to_stripes_of_8
 from fusible.kernels.sm90.spec import FORWARD, WARPGROUP_ROWS, Spec
 from fusible.recipes.formats import SAVED_INPUT
 
@@ -86,7 +86,7 @@ class Epilogue:
         """Write a tile of any kind but a backward."""
         spec, tile = self.spec, self.tile
         writer.settle(0)
-        out, both = self._targets(coord)
+        out, preact_targets = self._targets(coord)
         write_slab = self._write_slab
         # Blocks are counted through the tile, where the count is known when compiling.
         per_slab = const_expr(self._blocks_of_slab())
@@ -98,7 +98,9 @@ class Epilogue:
             if const_expr(spec.kind == "wgrad"):
                 self._store(writer, accumulator, m, out, slab, coord, count)
             elif slab < coord.rows:
-                write_slab(writer, accumulator, m, output_scales, out, both, slab, coord, count)
+                write_slab(
+                    writer, accumulator, m, output_scales, out, preact_targets, slab, coord, count
+                )
 
     @cute.jit
     def _write_backward(self, writer, accumulator, output_scales, coord: TileCoord, preact_state):
@@ -116,33 +118,37 @@ class Epilogue:
 
     @cute.jit
     def _write_slab(
-        self, writer, accumulator, m, output_scales, out, both, slab, coord: TileCoord,
+        self, writer, accumulator, m, output_scales, out, preact_targets, slab, coord: TileCoord,
         count: cutlass.Constexpr,
     ):  # fmt: skip
         """Write 64 rows of a product of grouped rows."""
         if const_expr(self.spec.bias):
             self._add_bias(accumulator, m, output_scales, coord)
         if const_expr(self.spec.out_format is not None):
-            self._quantize(writer, accumulator, m, output_scales, both, slab, coord, count)
+            self._quantize(
+                writer, accumulator, m, output_scales, preact_targets, slab, coord, count
+            )
         elif const_expr(self.spec.kind in FORWARD):
-            self._activate(writer, accumulator, m, output_scales, out, both, slab, coord, count)
+            self._activate(
+                writer, accumulator, m, output_scales, out, preact_targets, slab, coord, count
+            )
         else:
             self._store(writer, accumulator, m, out, slab, coord, count)
 
     def _targets(self, coord):
         """Where the output and, if there are any, the gate and linear columns are written."""
-        store, out, both = self.outputs.store, None, None
+        store, out, preact_targets = self.outputs.store, None, None
         if self.spec.by_rows:
             if store is not None:
                 out = store.atom, group_rows(store.tma_tensor, 0, coord.start, coord.rows)
             if self.outputs.store_preact is not None:
-                both = [
-                    (side.atom, group_rows(side.tma_tensor, 0, coord.start, coord.rows))
-                    for side in self.outputs.store_preact
+                preact_targets = [
+                    (view.atom, group_rows(view.tma_tensor, 0, coord.start, coord.rows))
+                    for view in self.outputs.store_preact
                 ]
         else:
             out = store.atom, output_of(self.spec, self.problem, store, coord.group)
-        return out, both
+        return out, preact_targets
 
     def _row(self, m, half):
         return row_in_tile(self.spec, self.thread, self.warpgroup, m, half)
@@ -155,29 +161,30 @@ class Epilogue:
         return columns // self.columns
 
     @staticmethod
-    def _value(accumulator, m, eight, i):
+    def _value(accumulator, m, group8, i):
         """Value i of a thread in 8 columns of the accumulator: columns count first, then rows."""
-        return accumulator[(i % 2, i // 2, eight), m, 0]
+        return accumulator[(i % 2, i // 2, group8), m, 0]
 
-    def _sides(self, eight):
-        """Which 8 columns hold the gates of the eight-th 8 activation columns, and the linears.
+    def _sides(self, group8):
+        """Which 8-column groups of the accumulator hold the gates and the linear columns of the
+        activation's 8-column group ``group8``.
 
         Narrower stripes lie in the same 16 columns as stripes of 8 would. Of an activation that is
-        not gated, the 8 columns themselves.
+        not gated, the group itself.
         """
         if self.spec.sides == 1:
-            return (eight,)
+            return (group8,)
         stripe = max(self.spec.stripe // 8, 1)
-        gate = eight // stripe * 2 * stripe + eight % stripe
+        gate = group8 // stripe * 2 * stripe + group8 % stripe
         return gate, gate + stripe
 
-    def _operands(self, accumulator, m, eight):
-        """A thread's values of each side for the eight-th 8 activation columns, 4 each."""
+    def _operands(self, accumulator, m, group8):
+        """A thread's values of each side for the activation's 8-column group ``group8``, 4 each."""
         sides = [
-            [self._value(accumulator, m, side, i) for i in range(4)] for side in self._sides(eight)
+            [self._value(accumulator, m, side, i) for i in range(4)] for side in self._sides(group8)
         ]
         if self.spec.is_narrow:
-            return untangle(*sides, self.spec.stripe, self.thread)
+            return to_stripes_of_8(*sides, self.spec.stripe, self.thread)
         return sides
 
     @cute.jit
@@ -187,27 +194,27 @@ class Epilogue:
         within = 2 * (self.thread & 3)
         columns = cute.size(bias, mode=[1])
         if coord.group < self.problem.groups:
-            for eight in cutlass.range_constexpr(self.tile.n // 8):
-                at = coord.column + eight * 8
+            for group8 in cutlass.range_constexpr(self.tile.n // 8):
+                at = coord.column + group8 * 8
                 if const_expr(spec.kind == "glu"):
-                    at = gate_column(spec, coord.column, glu_block) + eight * 8
-                    if const_expr(spec.paired and eight >= self.tile.n // 16):
+                    at = gate_column(spec, coord.column, glu_block) + group8 * 8
+                    if const_expr(spec.paired and group8 >= self.tile.n // 16):
                         at += glu_block - self.tile.n // 2
-                for side in cutlass.range_constexpr(2):
+                for parity in cutlass.range_constexpr(2):
                     value = Float32(0.0)
-                    if at + within + side < columns:
-                        value = bias[coord.group, at + within + side].to(Float32)
+                    if at + within + parity < columns:
+                        value = bias[coord.group, at + within + parity].to(Float32)
                     for half in cutlass.range_constexpr(2):
                         scaled = value
                         if const_expr(spec.kind == "store"):
                             scaled = value * output_scales[2 * m + half]
-                        accumulator[(side, half, eight), m, 0] += scaled
+                        accumulator[(parity, half, group8), m, 0] += scaled
 
     def _put_accumulator(self, writer, block, accumulator, m, index):
         """Put the index-th block of the accumulator together as it is."""
         for piece in range(self.columns // PIECE_COLUMNS):
-            eight = 2 * piece + index * self.columns // 8
-            values = [self._value(accumulator, m, eight + i // 4, i % 4) for i in range(8)]
+            group8 = 2 * piece + index * self.columns // 8
+            values = [self._value(accumulator, m, group8 + i // 4, i % 4) for i in range(8)]
             writer.put(values, block, piece)
 
     @cute.jit
@@ -220,7 +227,7 @@ class Epilogue:
 
     @cute.jit
     def _activate(
-        self, writer, accumulator, m, output_scales, out, both, slab, coord: TileCoord,
+        self, writer, accumulator, m, output_scales, out, preact_targets, slab, coord: TileCoord,
         count: cutlass.Constexpr,
     ):  # fmt: skip
         """The scaled activation; before it, if kept, the accumulator it is computed from."""
@@ -231,7 +238,7 @@ class Epilogue:
             # Besides work it saves registers: the compiler begins no block before its turn.
             if column < self.problem.columns:
                 write_block(
-                    writer, accumulator, m, output_scales, out, both, slab, coord, index,
+                    writer, accumulator, m, output_scales, out, preact_targets, slab, coord, index,
                     count + index * blocks,
                 )  # fmt: skip
             else:
@@ -239,50 +246,52 @@ class Epilogue:
 
     @cute.jit
     def _activated_block(
-        self, writer, accumulator, m, output_scales, out, both, slab, coord: TileCoord,
+        self, writer, accumulator, m, output_scales, out, preact_targets, slab, coord: TileCoord,
         index: cutlass.Constexpr, count: cutlass.Constexpr,
     ):  # fmt: skip
         """A block of activation columns, after the blocks that it is computed from."""
         if const_expr(self.spec.save_preact):
-            self._store_preact(writer, accumulator, m, both, slab, coord, index, count)
+            self._store_preact(writer, accumulator, m, preact_targets, slab, coord, index, count)
         block = writer.block(count + (self.spec.sides if self.spec.save_preact else 0))
         for piece in cutlass.range_constexpr(self.columns // PIECE_COLUMNS):
-            eight = const_expr(2 * piece + index * self.columns // 8)
+            group8 = const_expr(2 * piece + index * self.columns // 8)
             values = [
                 value
                 for j in range(2)
-                for value in self._activations(accumulator, m, output_scales, eight + j)
+                for value in self._activations(accumulator, m, output_scales, group8 + j)
             ]
             writer.put(values, block, piece)
         writer.write([(*out, slab, coord.column + index * self.columns, block)])
 
-    def _activations(self, accumulator, m, output_scales, eight):
-        """A thread's 4 scaled values of the eight-th 8 activation columns."""
+    def _activations(self, accumulator, m, output_scales, group8):
+        """A thread's 4 scaled values of the activation's 8-column group ``group8``."""
         values = []
-        for i, of_column in enumerate(zip(*self._operands(accumulator, m, eight), strict=True)):
+        for i, of_column in enumerate(zip(*self._operands(accumulator, m, group8), strict=True)):
             value, _ = evaluate(self.spec.activation, of_column, self.outputs.constants)
             values.append(value * output_scales[2 * m + i // 2])
         return values
 
     @cute.jit
     def _store_preact(
-        self, writer, accumulator, m, both, slab, coord: TileCoord, index: cutlass.Constexpr,
-        count: cutlass.Constexpr,
+        self, writer, accumulator, m, preact_targets, slab, coord: TileCoord,
+        index: cutlass.Constexpr, count: cutlass.Constexpr,
     ):  # fmt: skip
         """The blocks of the accumulator of which the index-th block of activations is computed."""
-        spec, sides, half = self.spec, self.spec.sides, self.tile.n // 2
+        spec, sides, half_columns = self.spec, self.spec.sides, self.tile.n // 2
         for side in cutlass.range_constexpr(sides):
-            whole = index + side * half // self.columns if spec.paired else sides * index + side
+            whole = sides * index + side
+            if const_expr(spec.paired):
+                whole = index + side * half_columns // self.columns
             block = writer.block(count + side)
             self._put_accumulator(writer, block, accumulator, m, whole)
             view = side if const_expr(spec.paired) else 0
             at = gate_column(spec, coord.column, self.problem.glu_block)
-            at += whole * self.columns - view * half
-            writer.write([(*both[view], slab, at, block)])
+            at += whole * self.columns - view * half_columns
+            writer.write([(*preact_targets[view], slab, at, block)])
 
     @cute.jit
     def _quantize(
-        self, writer, accumulator, m, output_scales, both, slab, coord: TileCoord,
+        self, writer, accumulator, m, output_scales, preact_targets, slab, coord: TileCoord,
         count: cutlass.Constexpr,
     ):  # fmt: skip
         """Quantize the scaled activation, rounded to BF16.
@@ -295,12 +304,12 @@ class Epilogue:
             if const_expr(spec.save_preact):
                 if coord.column + index * self.columns < problem.columns:
                     at = const_expr(count + index * spec.sides)
-                    store_preact(writer, accumulator, m, both, slab, coord, index, at)
+                    store_preact(writer, accumulator, m, preact_targets, slab, coord, index, at)
                 else:
                     settle(0)  # blocks are left out: the next may lie where any other did
             for i in cutlass.range_constexpr(self.columns // 8):
-                eight = const_expr(index * self.columns // 8 + i)
-                values = self._activations(accumulator, m, output_scales, eight)
+                group8 = const_expr(index * self.columns // 8 + i)
+                values = self._activations(accumulator, m, output_scales, group8)
                 for half in cutlass.range_constexpr(2):
                     rows[half].extend(bits.pack(values[2 * half : 2 * half + 2], "bf16"))
         if const_expr(self.tile.m < WARPGROUP_ROWS):  # the other rows are of the next tile
@@ -323,10 +332,10 @@ class Epilogue:
 
         Of an activation's only operand, or of gate and linear columns that lie apart.
         """
-        eights = self.spec.width // 8
+        groups = self.spec.width // 8
         values = [
-            self._value(accumulator, m, side * eights + eight, 2 * half + i)
-            for eight in range(eights)
+            self._value(accumulator, m, side * groups + group8, 2 * half + i)
+            for group8 in range(groups)
             for i in range(2)
         ]
         return bits.pack(values, "bf16")
@@ -382,17 +391,18 @@ class Epilogue:
 
         Adds to the gradients of a thread's two scales.
         """
-        pieces, both = self.columns // PIECE_COLUMNS, [self._sides(2 * piece + i) for i in range(2)]
+        pieces = self.columns // PIECE_COLUMNS
+        column_groups = [self._sides(2 * piece + i) for i in range(2)]
         # 16 activation columns and their gates and linears: always two pieces of 16.
-        touched = sorted({eight // 2 for eights in both for eight in eights})
+        touched = sorted({group8 // 2 for groups in column_groups for group8 in groups})
         values = {p: writer.read_preacts(sides[p // pieces], p % pieces) for p in touched}
         activations = []
         for i in range(8):
-            places = [(eight // 2, eight % 2 * 4 + i % 4) for eight in both[i // 4]]
+            places = [(group8 // 2, group8 % 2 * 4 + i % 4) for group8 in column_groups[i // 4]]
             operands = [values[at][place] for at, place in places]
             value, slopes = evaluate(self.spec.activation, operands, self.outputs.constants)
-            eight = 2 * piece + i // 4 + index * self.columns // 8
-            gradient = self._value(accumulator, m, eight, i % 4)
+            group8 = 2 * piece + i // 4 + index * self.columns // 8
+            gradient = self._value(accumulator, m, group8, i % 4)
             scale = output_scales[2 * m + i % 4 // 2]
             scale_grads[i % 4 // 2] += gradient * value
             gradient *= scale

@@ -376,7 +376,8 @@ class GroupedGemm:
                 ],
                 128,
             ]
-            # Where it is a placeholder of 16 bytes, it takes room of the barriers.
+            # Without pre-activations or zeros, 16 unused bytes, which fit in the room counted for
+            # barriers.
             preact: cute.struct.Align[
                 cute.struct.MemRange[
                     self.value_dtype,
@@ -442,12 +443,14 @@ class GroupedGemm:
                 with cute.arch.elect_one():
                     for slot in cutlass.range_constexpr(spec.preact_slots):
                         cute.arch.mbarrier_init(preacts.done + slot, 4)
+        # Warps that multiply; that load operands, or load and store pre-activations.
+        loading = spec.rings + 2 * spec.is_backward
         queue = TileQueue(
             counter,
             shared.queue.data_ptr(),
             shared.queue_barriers.data_ptr(),
             tile.dynamic,
-            11 if const_expr(spec.is_backward) else 8 + spec.rings,
+            8 + loading,
             cute.size(self.cluster),
         )
         if warp_index == 0:
@@ -455,11 +458,11 @@ class GroupedGemm:
         pipeline.pipeline_init_arrive(cluster_shape_mn=self.cluster, is_relaxed=True)
         pipeline.pipeline_init_wait(cluster_shape_mn=self.cluster)
         if const_expr(spec.by_rows):
-            across = cute.ceil_div(columns, spec.width * tile.cluster_n)
-            down = Int32(0)
+            tiles_across = cute.ceil_div(columns, spec.width * tile.cluster_n)
+            tiles_down = Int32(0)
         else:
-            across = cute.ceil_div(depth, tile.n * tile.cluster_n)
-            down = cute.ceil_div(columns, tile.m * tile.cluster_m)
+            tiles_across = cute.ceil_div(depth, tile.n * tile.cluster_n)
+            tiles_down = cute.ceil_div(columns, tile.m * tile.cluster_m)
         problem = Problem(total_rows, columns, depth, groups, glu_block, table, base)
         first_tile = cute.arch.block_idx()[0] // cute.size(self.cluster)
         tiles = TileReader(queue, in_cluster)
@@ -478,16 +481,15 @@ class GroupedGemm:
             cute.arch.setmaxregister_decrease(_LOAD_REGISTERS)
             if const_expr(spec.prefetches_weights):  # noqa: SIM102 (decided when compiling)
                 if warp_index == 0:
-                    prefetch_weights(spec, problem, operands, first_tile, in_cluster, across)
+                    prefetch_weights(spec, problem, operands, first_tile, in_cluster, tiles_across)
             if const_expr(not spec.reads_ahead):
                 wait()
             if (warp_index == 2) & (rank == 0):
                 tile_rows = tile.m * tile.cluster_m if const_expr(spec.by_rows) else 0
-                bounds = total_rows, tail_end
-                band = BAND // tile.cluster_m
                 scheduler = TileScheduler(
-                    ends, *bounds, groups, across, tile_rows, down, spec.skips_empty_groups, band
-                )
+                    ends, total_rows, tail_end, groups, tiles_across, tiles_down, tile_rows,
+                    spec.skips_empty_groups, BAND // tile.cluster_m,
+                )  # fmt: skip
                 queue.serve(
                     scheduler, first_tile, cute.arch.grid_dim()[0] // cute.size(self.cluster)
                 )

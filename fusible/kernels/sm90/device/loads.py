@@ -66,17 +66,18 @@ def _weight_boxes(spec, problem, operands, group, column, in_cluster):
 
 @cute.jit
 def prefetch_weights(
-    spec: cutlass.Constexpr[Spec], problem: Problem, operands: Operands, first, in_cluster, across
-):
+    spec: cutlass.Constexpr[Spec], problem: Problem, operands: Operands, first_tile, in_cluster,
+    tiles_across,
+):  # fmt: skip
     """Bring weights to the L2 cache under the end of the kernel before; by one warp.
 
     Those of a block's first tile, if groups have as many rows each. With less than four each, many
     have none, and what is fetched would not be used.
     """
-    down = cutlass.max(cute.ceil_div(problem.total_rows, problem.groups * spec.tile.m), 1)
-    group = first // (across * down)
-    across_first = first % (across * down) // down
-    column = (across_first * spec.tile.cluster_n + in_cluster[1]) * spec.width
+    tiles_down = cutlass.max(cute.ceil_div(problem.total_rows, problem.groups * spec.tile.m), 1)
+    group = first_tile // (tiles_across * tiles_down)
+    n = first_tile % (tiles_across * tiles_down) // tiles_down
+    column = (n * spec.tile.cluster_n + in_cluster[1]) * spec.width
     if (group < problem.groups) & (problem.total_rows >= 4 * problem.groups):
         boxes = _weight_boxes(spec, problem, operands, group, column, in_cluster)
         steps = cutlass.min(cute.ceil_div(problem.depth, spec.tile_k), _PREFETCHED)
@@ -229,7 +230,7 @@ def load_preacts(
                     targets[None, spec.sides * state.index + side],
                     tma_bar_ptr=ring.producer_get_barrier(state),
                 )
-                if const_expr(spec.fetches_preacts):  # noqa: SIM102 (decided when compiling)
+                if const_expr(spec.prefetches_preacts):  # noqa: SIM102 (decided when compiling)
                     if later < blocks:
                         atom, source, _ = _preact_box(
                             spec, problem, preacts, row, column, later, side

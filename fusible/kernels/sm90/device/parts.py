@@ -126,7 +126,7 @@ def preact_blocks_of(spec: Spec, rows, row):
 def gate_column(spec: Spec, column, glu_block):
     """Where the gate of an activation column lies among gate and linear columns.
 
-    An activation that is not gated has but these columns.
+    Of an activation that is not gated, the column itself.
     """
     if spec.sides == 1:
         return column

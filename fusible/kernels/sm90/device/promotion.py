@@ -93,7 +93,9 @@ def column_scales(
     """
     if spec.b_scale_layout == "rows":
         first = part * spec.mma_columns + 2 * (promotion.thread & 3)
-        columns = [first + i * 8 + side for i in range(spec.mma_columns // 8) for side in range(2)]
+        columns = [
+            first + 8 * i + parity for i in range(spec.mma_columns // 8) for parity in (0, 1)
+        ]
         return [promotion.column_scales[column, 0, stage] for column in columns]
     count = spec.mma_columns // spec.scale_columns
     lanes = range(part * count * SCALE_STAGES, (part + 1) * count * SCALE_STAGES, SCALE_STAGES)
@@ -102,13 +104,13 @@ def column_scales(
 
 def add_scaled(spec: Spec, accumulator, m: int, part: int, products, of_rows, of_columns):
     """``accumulator += products * scales`` of the m-th 64 rows, the part-th `Spec.mma_columns`."""
-    eights = spec.mma_columns // 8
-    for i in range(eights):
-        for side in range(2):
+    groups = spec.mma_columns // 8
+    for i in range(groups):
+        for parity in range(2):
             of_column = of_columns[
-                2 * i + side if spec.b_scale_layout == "rows" else 8 * i // spec.scale_columns
+                2 * i + parity if spec.b_scale_layout == "rows" else 8 * i // spec.scale_columns
             ]
             for half in range(2):
-                accumulator[(side, half, part * eights + i), m, 0] += (
-                    of_rows[half] * of_column * products[(side, half, i), 0, 0]
+                accumulator[(parity, half, part * groups + i), m, 0] += (
+                    of_rows[half] * of_column * products[(parity, half, i), 0, 0]
                 )

@@ -57,7 +57,9 @@ def store_gradients(
         row = (m * tile.cluster_m + in_cluster[0]) * tile.m
         column = (n * tile.cluster_n + in_cluster[1]) * tile.n
         out = group_rows(outputs.store.tma_tensor, 0, start, rows)
-        both = [group_rows(side.tma_tensor, 0, start, rows) for side in outputs.store_preact]
+        preact_targets = [
+            group_rows(view.tma_tensor, 0, start, rows) for view in outputs.store_preact
+        ]
         for block in cutlass.range(preact_blocks_of(spec, rows, row), unroll=1):
             cute.arch.mbarrier_wait(preacts.done + state.index, state.phase)
             down, right = row + block // across * box[0], column + block % across * box[1]
@@ -73,7 +75,7 @@ def store_gradients(
                 view = side if const_expr(spec.paired) else 0
                 store_box(
                     outputs.store_preact[view].atom,
-                    both[view],
+                    preact_targets[view],
                     box,
                     (down, first + (side - view) * box[1]),
                     preacts.blocks[None, None, spec.sides * state.index + side],

@@ -1,4 +1,4 @@
-"""Gate and linear columns that alternate in stripes of 1, 2 or 4, in the hands of threads.
+"""Gate and linear columns that alternate in stripes of 1, 2 or 4, as threads hold them.
 
 Stripes of 8 suit a warpgroup's accumulator: a thread holds gates and linears of the same activation
 columns, 2 of each 8. Narrower stripes are brought into that order, 16 columns at a time. With ``c``
@@ -36,7 +36,7 @@ def fragment_layout(stripe):
     return cute.make_layout(shape, stride=strides), 2 if stripe == 4 else 4
 
 
-def untangle(first, second, stripe, thread):
+def to_stripes_of_8(first, second, stripe, thread):
     """Gates and linears, as of stripes of 8, from a thread's 4 values in each 8 of 16 columns.
 
     Of each value there are two, one from ``first`` and one from ``second``, which go to different

@@ -30,34 +30,35 @@ class TileScheduler:
 
     Where rows are grouped, a tile has ``tile_rows`` rows, and group ``groups`` stands for the rows
     from the last end to ``tail_end``, whose output is zero. Where the reduction is grouped,
-    ``tile_rows`` is 0: a group has ``down`` rows of tiles, or none if it has no rows and such are
-    skipped. Lane ``i`` of a warp knows group ``base + i``, whose tiles end before ``tiles_end``; a
-    tile is found by a ballot, and the lanes move on to the next 32 groups when it lies past theirs.
+    ``tile_rows`` is 0: a group has ``tiles_down`` rows of tiles, or none if it has no rows and such
+    are skipped. A row of tiles has ``tiles_across``. Lane ``i`` of a warp knows group ``base + i``,
+    whose tiles end before ``tiles_end``; a tile is found by a ballot, and the lanes move on to the
+    next 32 groups when it lies past theirs.
 
-    The work of a tile of a grouped reduction grows with its group's rows, and blocks draw tiles two
+    The work of a tile of a grouped reduction grows with its group's rows, and blocks take tiles two
     ahead. Hence the longest come first, by ``level``: how many bits a group's number of rows has
     without its lowest `_SHORT`. The lanes go through all groups once for each level that there is;
-    ``lower`` is the next one.
+    ``next_level`` is the next one.
 
     ``band`` rows of tiles are walked down before the next column.
     """
 
     def __init__(
-        self, ends, total_rows, tail_end, groups, columns, tile_rows, down, skips, band, state=None
-    ):
+        self, ends, total_rows, tail_end, groups, tiles_across, tiles_down, tile_rows,
+        skips_empty_groups, band, state=None,
+    ):  # fmt: skip
         self.ends, self.total_rows, self.tail_end = ends, total_rows, tail_end
-        self.groups, self.columns = groups, columns
-        self.tile_rows, self.down, self.skips_empty_groups = tile_rows, down, skips
-        self.band = band
+        self.groups, self.tiles_across, self.tiles_down = groups, tiles_across, tiles_down
+        self.tile_rows, self.skips_empty_groups, self.band = tile_rows, skips_empty_groups, band
         if state is None:
             self._prefetch()
             level = Int32(0) if tile_rows else self._highest_level()
             state = self._look(Int32(0), Int32(0), level, Int32(-1))
-        self.base, self.tiles_end, self.start, self.rows, self.level, self.lower = state
+        self.base, self.tiles_end, self.start, self.rows, self.level, self.next_level = state
 
     def __extract_mlir_values__(self):
-        values = [self.total_rows, self.tail_end, self.groups, self.columns, self.down]
-        values += [self.base, self.tiles_end, self.start, self.rows, self.level, self.lower]
+        values = [*self._fixed()[1:6], self.base, self.tiles_end, self.start, self.rows]
+        values += [self.level, self.next_level]
         return cutlass.extract_mlir_values(self.ends) + [
             v for value in values for v in cutlass.extract_mlir_values(value)
         ]
@@ -65,33 +66,15 @@ class TileScheduler:
     def __new_from_mlir_values__(self, values):
         width = len(cutlass.extract_mlir_values(self.ends))
         ends = cutlass.new_from_mlir_values(self.ends, values[:width])
-        total_rows, tail_end, groups, columns, down, *state = (Int32(v) for v in values[width:])
-        return TileScheduler(
-            ends,
-            total_rows,
-            tail_end,
-            groups,
-            columns,
-            self.tile_rows,
-            down,
-            self.skips_empty_groups,
-            self.band,
-            tuple(state),
-        )
+        numbers = [Int32(v) for v in values[width:]]
+        return TileScheduler(ends, *numbers[:5], *self._fixed()[6:], tuple(numbers[5:]))
 
-    def _with(self, state):
-        return TileScheduler(
-            self.ends,
-            self.total_rows,
-            self.tail_end,
-            self.groups,
-            self.columns,
-            self.tile_rows,
-            self.down,
-            self.skips_empty_groups,
-            self.band,
-            state,
-        )
+    def _fixed(self):
+        """What stays the same from tile to tile: the first six are traced values."""
+        return (
+            self.ends, self.total_rows, self.tail_end, self.groups, self.tiles_across,
+            self.tiles_down, self.tile_rows, self.skips_empty_groups, self.band,
+        )  # fmt: skip
 
     @cute.jit
     def _prefetch(self):
@@ -120,8 +103,8 @@ class TileScheduler:
         return 32 - Int32(cute.arch.clz(longest >> _SHORT))
 
     @cute.jit
-    def _look(self, base: Int32, first: Int32, level: Int32, lower: Int32):
-        """Each lane looks at its group of the 32 from ``base``, the first of tile ``first``."""
+    def _look(self, base: Int32, first_tile: Int32, level: Int32, next_level: Int32):
+        """Each lane looks at its group of the 32 from ``base``, whose first is ``first_tile``."""
         lane = cute.arch.lane_idx()
         group = base + lane
         start, end = Int32(0), Int32(0)
@@ -133,7 +116,7 @@ class TileScheduler:
         rows = cutlass.max(end - start, Int32(0))
         tiles_end = Int32(0)
         if const_expr(self.tile_rows):
-            tiles_end = cute.ceil_div(rows, self.tile_rows) * self.columns
+            tiles_end = cute.ceil_div(rows, self.tile_rows) * self.tiles_across
             for step in cutlass.range_constexpr(5):
                 below = shuffle_sync_up(tiles_end, 1 << step)
                 if lane >= (1 << step):
@@ -141,35 +124,37 @@ class TileScheduler:
         else:  # groups have as many tiles each
             own_level = self._level(group, rows)
             there = cute.arch.vote_ballot_sync(own_level == level) & cute.arch.lanemask_le()
-            tiles_end = Int32(cute.arch.popc(there)) * self.down * self.columns
+            tiles_end = Int32(cute.arch.popc(there)) * self.tiles_down * self.tiles_across
             if own_level >= level:
                 own_level = Int32(-1)
-            lower = cutlass.max(lower, cute.arch.warp_redux_sync(own_level, "max"))
-        return base, first + tiles_end, start, rows, level, lower
+            next_level = cutlass.max(next_level, cute.arch.warp_redux_sync(own_level, "max"))
+        return base, first_tile + tiles_end, start, rows, level, next_level
 
     @cute.jit
     def seek(self, tile: Int32):
         """The tile's coordinates; tiles are asked for in ascending order."""
         base, tiles_end, start, rows = self.base, self.tiles_end, self.start, self.rows
-        level, lower = self.level, self.lower
+        level, next_level = self.level, self.next_level
         end = shuffle_sync(tiles_end, _LANES - 1)
-        while (tile >= end) & ((base + _LANES <= self.groups) | (lower >= 0)):
+        while (tile >= end) & ((base + _LANES <= self.groups) | (next_level >= 0)):
             base += _LANES
             if base > self.groups:
-                base, level, lower = Int32(0), lower, Int32(-1)
-            base, tiles_end, start, rows, level, lower = self._look(base, end, level, lower)
+                base, level, next_level = Int32(0), next_level, Int32(-1)
+            base, tiles_end, start, rows, level, next_level = self._look(
+                base, end, level, next_level
+            )
             end = shuffle_sync(tiles_end, _LANES - 1)
-        moved = self._with((base, tiles_end, start, rows, level, lower))
+        moved = TileScheduler(*self._fixed(), (base, tiles_end, start, rows, level, next_level))
         lane = cute.arch.popc(cute.arch.vote_ballot_sync(tiles_end <= tile))
         valid = lane < _LANES
         lane = cutlass.min(lane, Int32(_LANES - 1))
         group = base + lane
         group_start, group_rows = shuffle_sync(start, lane), shuffle_sync(rows, lane)
-        tiles_down = self.down
+        tiles_down = self.tiles_down
         if const_expr(self.tile_rows):
             tiles_down = cutlass.max(cute.ceil_div(group_rows, self.tile_rows), Int32(1))
-        index = tile - (shuffle_sync(tiles_end, lane) - tiles_down * self.columns)
-        m, n = _in_bands(index, tiles_down, self.columns, self.band)
+        index = tile - (shuffle_sync(tiles_end, lane) - tiles_down * self.tiles_across)
+        m, n = _in_bands(index, tiles_down, self.tiles_across, self.band)
         return moved, valid, group, m, n, group_start, group_rows
 
 
@@ -177,10 +162,10 @@ class TileQueue:
     """Tiles for every warp of every block of a cluster, found by one warp of its first block.
 
     Cluster ``c`` of ``C`` takes tiles ``c``, ``c + C``, ..., or, where tiles differ in length, tile
-    ``c`` and then whichever is next, drawn from a counter, when it is ready for one. Tiles are
+    ``c`` and then whichever is next, taken from a counter, when it is ready for one. Tiles are
     found ahead of their use and sent to a ring in every block; a slot is filled again when all its
     readers have read it. The counter is two integers, 0 before and after every launch: numbers
-    drawn, clusters done.
+    taken, clusters done.
     """
 
     SLOTS = 2
@@ -277,11 +262,11 @@ class TileQueue:
 
 
 @cute.jit
-def _in_bands(index: Int32, tiles_down: Int32, columns: Int32, most: cutlass.Constexpr):
+def _in_bands(index: Int32, tiles_down: Int32, tiles_across: Int32, most: cutlass.Constexpr):
     """Row and column of a tile, in bands of like heights: a low one would use weights little."""
     height = cute.ceil_div(tiles_down, cute.ceil_div(tiles_down, most))
-    band = index // (height * columns)
-    index -= band * height * columns
+    band = index // (height * tiles_across)
+    index -= band * height * tiles_across
     rest = cutlass.min(tiles_down - band * height, height)
     column = index // rest
     return band * height + index - column * rest, column
