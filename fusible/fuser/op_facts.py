@@ -18,7 +18,7 @@ from fusible.fuser.fakes import restoring
 from fusible.fuser.plan import Facts, GradNeeds, TensorFacts, dtype_name, facts_of_op
 from fusible.fuser.plan_key import PlanKey
 from fusible.fuser.registry import is_ours
-from fusible.fuser.rules import Rule
+from fusible.fuser.rules import KernelRow, Rule
 from fusible.fuser.target import Target
 from fusible.fuser.wiring import CALLER, Wiring
 
@@ -54,7 +54,8 @@ def facts_of_ops(
     inputs = key.facts(target)
     device = inputs[0].device
     made: list[SimpleNamespace] = []
-    derive = any(True for rule in rules for _ in rule.places(ops))  # else nothing reads them
+    # Else nothing reads them.
+    derive = any(op.kernel_rows for op in ops) or any(any(rule.places(ops)) for rule in rules)
     propagated = _infer_dtypes(ops, wiring, key, derive)
     for i, (op, facts, (given, output)) in enumerate(zip(ops, declared, propagated, strict=True)):
         extra = {}
@@ -156,7 +157,7 @@ def gradient_needs(ops: Sequence[Any], wiring: Wiring, key: PlanKey) -> tuple[Gr
 
 
 def features_read(ops: Sequence[Any], wiring: Wiring, rules: Iterable[Rule]) -> tuple[int, ...]:
-    """The inputs of a run whose ``features`` a condition reads of a rule whose pattern fits."""
+    """The inputs of a run whose ``features`` a condition reads, of a rule that fits or a row."""
     callers = [
         {
             **({"input": 0} if i == 0 else {}),
@@ -164,10 +165,14 @@ def features_read(ops: Sequence[Any], wiring: Wiring, rules: Iterable[Rule]) -> 
         }
         for i, (op, of_op) in enumerate(zip(ops, wiring.sources, strict=True))
     ]
+    tried: list[tuple[Rule | KernelRow, int, dict[str, Any]]] = [
+        *[(v, *found) for rule in rules for found in rule.places(ops) for v in rule.variants],
+        *[(row, i, {"op": op}) for i, op in enumerate(ops) for row in op.kernel_rows],
+    ]
     read: set[int] = set()
-    for rule, at, bound in [(r, *found) for r in rules for found in r.places(ops)]:
+    for reading, at, bound in tried:
         present = [name for name, op in bound.items() if op is not None]
-        for path in rule.paths:
+        for path in reading.paths:
             names, i = path.names, at
             if names and names[0] in present:
                 names, i = names[1:], at + present.index(names[0])

@@ -201,7 +201,9 @@ def _quantizers(plan: Plan, wiring: Wiring, start: int, stop: int) -> tuple[Any,
         return None
     ops = plan.basic_ops
     prefer_values = {
-        f.start for f in plan.of_phase("kernels") if getattr(f.built, "quantizes_own_inputs", False)
+        i
+        for i, row in enumerate(plan.kernel_rows)
+        if row and getattr(row.kernels, "quantizes_own_inputs", False)
     }
 
     def quantizer(at: int, which: str) -> Any:

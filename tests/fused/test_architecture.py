@@ -10,8 +10,8 @@ from torch import Tensor
 import fusible as fz
 from fusible.extend import equal, rule, this
 from fusible.fused.grouped_mlp import grouped_mlp
-from fusible.fused.kernel_selection import GroupedKernelsRow, grouped_linear
 from fusible.ops.grouped_kernels import Activated, ActivationGrads, GroupedKernels, GroupedOperand
+from fusible.ops.kernel_selection import GroupedKernelsRow, grouped_linear
 from fusible.ops.wgrad import WeightGradient
 from fusible.testing import assume_target
 
