@@ -377,12 +377,11 @@ def _op_lines(plan: Plan, at: int) -> list[str]:
 
 
 def _default_kernels(plan: Plan, at: int, dtype: str) -> str:
-    """The default kernels of an op, and which others are for other machines or recipes."""
+    """The default kernels of an op, and which are for other machines or recipes."""
+    default = plan.basic_ops[at].default_kernels(dtype, plan.target)
     rows = [r for r in plan.refusals if isinstance(r.rule, KernelRow) and r.start == at]
-    others = [r.rule.name for r in rows if r.other_target]
-    are = "is" if len(others) == 1 else "are"
-    why = f"; {', '.join(others)} {are} for other machines or recipes" if others else ""
-    return f"{plan.basic_ops[at].default_kernels(dtype, plan.target)}{why}"
+    others = ", ".join(r.rule.name for r in rows if r.other_target)
+    return f"{default}; not for this machine or recipe: {others}" if others else default
 
 
 def _cast(plan: Plan, at: int) -> list[str]:

@@ -18,7 +18,7 @@ from fusible.fuser.fakes import restoring
 from fusible.fuser.plan import Facts, GradNeeds, TensorFacts, dtype_name, facts_of_op
 from fusible.fuser.plan_key import PlanKey
 from fusible.fuser.registry import is_ours
-from fusible.fuser.rules import KernelRow, Rule
+from fusible.fuser.rules import Rule
 from fusible.fuser.target import Target
 from fusible.fuser.wiring import CALLER, Wiring
 
@@ -165,14 +165,12 @@ def features_read(ops: Sequence[Any], wiring: Wiring, rules: Iterable[Rule]) -> 
         }
         for i, (op, of_op) in enumerate(zip(ops, wiring.sources, strict=True))
     ]
-    tried: list[tuple[Rule | KernelRow, int, dict[str, Any]]] = [
-        *[(v, *found) for rule in rules for found in rule.places(ops) for v in rule.variants],
-        *[(row, i, {"op": op}) for i, op in enumerate(ops) for row in op.kernel_rows],
-    ]
+    fits = [(v, *found) for rule in rules for found in rule.places(ops) for v in rule.variants]
+    rows = [(row, i, {"op": op}) for i, op in enumerate(ops) for row in op.kernel_rows]
     read: set[int] = set()
-    for reading, at, bound in tried:
+    for tried, at, bound in (*fits, *rows):
         present = [name for name, op in bound.items() if op is not None]
-        for path in reading.paths:
+        for path in tried.paths:
             names, i = path.names, at
             if names and names[0] in present:
                 names, i = names[1:], at + present.index(names[0])

@@ -350,8 +350,12 @@ class _Matcher:
 
 
 def _build_op(rule: Rule, bound: dict[str, Any], ops: Sequence[Any]) -> Any:
-    """Call the rule; RuntimeError unless the fused op covers exactly these ops."""
-    op = rule.call(bound)
+    """Call the rule's function; RuntimeError unless the fused op covers exactly these ops."""
+    try:
+        op = rule.build(**bound)
+    except Exception as error:
+        error.add_note(f"in the function of rule {rule.name}")
+        raise
     covered = getattr(op, "basic_ops", ())
     if [*map(id, covered)] != [*map(id, ops)]:
         raise RuntimeError(

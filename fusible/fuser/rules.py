@@ -110,14 +110,6 @@ class Rule(_Conditional):
         ]
         return (*rows,) or (self,)
 
-    def call(self, bound: dict[str, Any]) -> Any:
-        """What the rule's function makes of the ops by slot name; its errors name the rule."""
-        try:
-            return self.build(**bound)
-        except Exception as error:
-            error.add_note(f"in the function of rule {self.name}")
-            raise
-
     def without(self, name: str) -> Rule | None:
         """The rule without its variant ``name``, if it has that; None where none is left."""
         left = tuple(row for row in self.kernels if f"{self.name}_{row.name}" != name)

@@ -237,4 +237,4 @@ def test_explain_says_what_multiplies_in_fp8():
     assert "scaling.input must be one of fp8 with one float32 scale per 1x128, fp8 with" in text
     odd = fz.Linear(24, 32, dtype=BF16, bias=False)
     text = explained(odd, torch.ones(4, 24, dtype=BF16, requires_grad=True))
-    assert "linear.in_features must be a multiple of 16, got 24" in text
+    assert "op.in_features must be a multiple of 16, got 24" in text

@@ -512,7 +512,7 @@ def test_an_op_runs_on_the_kernels_of_its_first_row_that_applies():
         torch.testing.assert_close(op(x), x)
     assert op.plan.kernels == ()
     text = str(fz.explain(op, x, target="sm90"))
-    assert "kernels: PyTorch's; square is for other machines or recipes\n" in text
+    assert "kernels: PyTorch's; not for this machine or recipe: square\n" in text
 
 
 def test_rows_of_kernels_are_of_the_op_itself():
