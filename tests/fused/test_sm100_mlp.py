@@ -10,8 +10,9 @@ from number_formats import MX, NV, NV_RHT_2D
 
 import fusible as fz
 from fusible import recipes
-from fusible.fused import RULES, sm100_kernels
+from fusible.fused import RULES
 from fusible.kernels.sm100 import operands
+from fusible.ops import sm100_kernels
 from fusible.recipes.formats import mxfp8, nvfp4
 from fusible.recipes.grouped import group_quantize
 from fusible.recipes.matrix import Operand
