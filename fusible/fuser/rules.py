@@ -24,7 +24,7 @@ class Slot:
     optional: bool
 
     def why_not(self, op: Any) -> list[str]:
-        """Why an op is not taken although it is of these types, if so: its class is another."""
+        """Why an op of these types is not taken, if so: its own class may compute otherwise."""
         if _computes_as(op) in self.types:
             return []
         return [
