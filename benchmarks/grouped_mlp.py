@@ -251,7 +251,7 @@ def recipe_passes(problem: Problem, names: Sequence[str]) -> dict[str, measuring
 
     for who, way in ways.items():
         forward(*way)
-        print(f"{who}: {', '.join(way[0].plan.fired)}")
+        print(f"{who}: {', '.join(way[0].plan.fired + way[0].plan.kernels)}")
     return {
         "inference": {who: partial(torch.no_grad()(forward), *way) for who, way in ways.items()},
         "forward + backward": {who: partial(both, *way) for who, way in ways.items()},

@@ -229,7 +229,8 @@ class Problem:
                 self.add(name, way, module.parameters(), recipe)
             module(self.x)
             with measuring.under(recipe):
-                print(f"{who}: {', '.join(fz.explain(module, self.x).fired)}", flush=True)
+                plan = fz.explain(module, self.x)
+            print(f"{who}: {', '.join(plan.fired + plan.kernels)}", flush=True)
 
     def step(self, who: str) -> tuple[Tensor, ...]:
         """Output and every gradient."""

@@ -90,8 +90,8 @@ def check_plans(name: str, plans: Sequence[Any]) -> None:
     recipes, on = {plan.recipe for plan in plans}, {plan.target.family for plan in plans}
     if recipes != {RECIPES[name]}:
         raise RuntimeError(f"the MoE block must have run under {name}, got {recipes}")
-    fired = [rule for plan in plans for rule in plan.fired]
-    in_fp8 = any(rule.endswith("_sm90_fp8") for rule in fired)
+    fired = [name for plan in plans for name in (*plan.fired, *plan.kernels)]
+    in_fp8 = any(name.endswith("sm90_fp8") for name in fired)
     if on == {"sm90"} and in_fp8 != (name in FP8_PRODUCTS):
         meant = "in FP8" if name in FP8_PRODUCTS else "of decoded operands"
         raise RuntimeError(f"products under {name} must be {meant} on Hopper, got {fired}")

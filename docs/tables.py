@@ -12,6 +12,7 @@ import fusible.fused
 from fusible.fuser.conditions import Condition
 from fusible.fuser.rules import Rule
 from fusible.integrations.checkpoint_layouts import LAYOUTS, CheckpointLayout
+from fusible.ops import BasicLinear, BasicOperation, GroupedLinear
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "benchmarks"))  # last: modules of examples have the same names
@@ -59,6 +60,16 @@ def support_table(rules: Sequence[Rule]) -> str:
         rows += [[f"`{r.name}_{k.name}`", "", "", _needs(k.needs), k.worth] for k in r.kernels]
     spaced = [[" ".join(cell.split()) for cell in row] for row in rows]
     return markdown(["rule", "pass", "pattern", "needs", "worth"], spaced)
+
+
+def kernels_table(*kinds: type[BasicOperation]) -> str:
+    """The rows of kernels of ops as a Markdown table, in order of priority."""
+    rows = [
+        [kind.__name__, f"`{row.name}`", _needs(row.needs), row.worth]
+        for kind in kinds
+        for row in kind.kernel_rows
+    ]
+    return markdown(["op", "kernels", "needs", "worth"], rows)
 
 
 def _needs(conditions: Sequence[Condition]) -> str:
@@ -347,7 +358,10 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/training.md": {"steps": lambda: steps_table(_results("training_step_h200"))},
     "docs/transformers.md": {"experts": lambda: experts_table(_results("transformers_experts"))},
-    "docs/rules.md": {"rules": lambda: support_table(fusible.fused.RULES)},
+    "docs/rules.md": {
+        "rules": lambda: support_table(fusible.fused.RULES),
+        "kernels": lambda: kernels_table(GroupedLinear, BasicLinear),
+    },
 }
 
 

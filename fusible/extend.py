@@ -1,6 +1,5 @@
 """The interface for rules and ops of your own; ``docs/extending.md`` shows how to use it."""
 
-from fusible.fused.kernel_selection import needs_sm90, needs_sm100
 from fusible.fuser.conditions import (
     Condition,
     at_least,
@@ -31,6 +30,7 @@ from fusible.kernels.grouped import (
     grouped_wgrad_,
 )
 from fusible.ops import BasicOperation, FusedOperation
+from fusible.ops.kernel_selection import needs_sm90, needs_sm100
 
 __all__ = [
     "BasicOperation",

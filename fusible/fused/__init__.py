@@ -1,9 +1,8 @@
-"""Every rule: which runs of ops are fused, in order of priority, and which kernels run an op."""
+"""Every rule: which runs of ops are fused, in order of priority."""
 
 from fusible.fused.dense_backwards import backward_activation_bias, backward_add_rms_norm
 from fusible.fused.experts import moe_experts
 from fusible.fused.grouped_mlp import grouped_linear_glu_sm90, grouped_mlp
-from fusible.fused.kernel_selection import grouped_linear, linear
 from fusible.fused.linear_epilogues import (
     backward_linear_add,
     backward_linear_scale,
@@ -11,7 +10,7 @@ from fusible.fused.linear_epilogues import (
     linear_bias_activation,
 )
 
-FUSIONS = (
+RULES = (
     moe_experts,
     grouped_mlp,
     grouped_linear_glu_sm90,
@@ -22,5 +21,3 @@ FUSIONS = (
     backward_activation_bias,
     backward_add_rms_norm,
 )
-
-RULES = (*FUSIONS, grouped_linear, linear)

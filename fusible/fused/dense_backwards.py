@@ -9,7 +9,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from fusible.formulas import gain
-from fusible.fused.kernel_selection import CUTLASS
 from fusible.fuser.conditions import at_least, at_most, equal, multiple_of, one_of, this, where
 from fusible.fuser.rules import rule
 from fusible.kernels.dense import activation_bias_backward, rms_norm_backward
@@ -26,6 +25,7 @@ from fusible.ops import (
     SReLU,
 )
 from fusible.ops.casting import apply_quantizer, cast_grad
+from fusible.ops.kernel_selection import CUTLASS
 from fusible.ops.op import Contexts, ExtraTensors, FusedGrads
 
 _KERNELS = [where(this.device, "cuda", has) for has in (at_least(this.sm, MIN_SM), CUTLASS)]

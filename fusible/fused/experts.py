@@ -10,7 +10,6 @@ from torch import Tensor
 
 from fusible.formulas import cast
 from fusible.fused.grouped_mlp import MLP_CONDITIONS, GroupedMLP
-from fusible.fused.kernel_selection import SM90_FP8_ROW, SM90_ROW
 from fusible.fuser.conditions import equal, this
 from fusible.fuser.rules import rule
 from fusible.kernels import moe
@@ -18,6 +17,7 @@ from fusible.ops import Combine, Dispatch, FusedOperation, GroupedLinear
 from fusible.ops.activation import Activation
 from fusible.ops.exchange import copy_received
 from fusible.ops.grouped_kernels import GroupedKernels
+from fusible.ops.kernel_selection import SM90_FP8_ROW, SM90_ROW
 from fusible.ops.matrices import GatheredRows
 from fusible.ops.op import BasicOperation, Contexts, ExtraTensors, FusedGrads, FusedOutputs
 from fusible.recipes.recipe import Recipe

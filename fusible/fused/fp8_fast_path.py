@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusible.fused.sm90_fp8_kernels import epilogue_quantizes, quantize_weights_k_major
 from fusible.fuser.plan import Plan
 from fusible.fuser.plan_key import PlanKey
 from fusible.kernels import grouped
@@ -44,6 +43,7 @@ from fusible.kernels.sm90.launch import OperandScales
 from fusible.ops.grouped_fast_path import AccumulatingContexts, GroupedFastPath
 from fusible.ops.grouped_kernels import is_memory_of
 from fusible.ops.op import Grads
+from fusible.ops.sm90_fp8_kernels import epilogue_quantizes, quantize_weights_k_major
 from fusible.ops.wgrad import grouped_gradient
 from fusible.recipes.formats import NumberFormat
 from fusible.recipes.tensor import QuantizedTensor

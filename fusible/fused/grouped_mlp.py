@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fusible.fused.fp8_fast_path import Fp8MLPFastPath
-from fusible.fused.kernel_selection import KERNELS, NO_OVERRIDE, SM90_INTERLEAVES, needs_sm90
-from fusible.fused.sm90_fp8_kernels import SM90_FP8
 from fusible.fuser.conditions import equal, multiple_of, one_of, this, where
 from fusible.fuser.plan import Plan
 from fusible.fuser.plan_key import PlanKey
@@ -32,8 +30,10 @@ from fusible.ops.grouped_kernels import (
 )
 from fusible.ops.grouped_linear import operand_rows
 from fusible.ops.inputs import check_row_scales
+from fusible.ops.kernel_selection import KERNELS, NO_OVERRIDE, SM90_INTERLEAVES, needs_sm90
 from fusible.ops.matrices import restore_leading_dims
 from fusible.ops.op import BasicOperation, Contexts, ExtraTensors, FusedGrads, FusedOutputs, Grads
+from fusible.ops.sm90_fp8_kernels import SM90_FP8
 from fusible.recipes.recipe import Recipe
 
 

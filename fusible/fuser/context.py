@@ -61,7 +61,7 @@ class OperationContext:
         unmarked_extra: slots of the extra inputs of a user's op that need gradients, where
             ``requires_grad`` of the tensors could not say so.
         quantizes: whether the recipe quantizes operands of matrix products.
-        kernels: what the op's plan selected for it (phase ``"kernels"``), None for its default.
+        kernels: those that the op's plan selected for it, None for its default.
         zero_tail: whether rows past the last group's end must be zero in what the op makes; False
             where a fused op covers all that could read them.
         reads_ahead: in the forward, whether the launch ahead of the op's own writes nothing that

@@ -31,6 +31,7 @@ from fusible.fuser.overlap import overlap_notes
 from fusible.fuser.partition import Part
 from fusible.fuser.plan import Plan, Refusal, of_parts
 from fusible.fuser.plan_key import PlanKey
+from fusible.fuser.rules import KernelRow, Rule
 from fusible.fuser.run import Run, observed
 from fusible.fuser.schedule import Schedule, unfused
 from fusible.fuser.target import Target, target_of
@@ -69,8 +70,13 @@ class Explanation:
         return tuple(name for plan in self.plans for name in plan.fired)
 
     @property
+    def kernels(self) -> tuple[str, ...]:
+        """Names of the kernels selected for single ops, over all runs."""
+        return tuple(name for plan in self.plans for name in plan.kernels)
+
+    @property
     def refusals(self) -> tuple[Refusal, ...]:
-        """The rules that fit and did not fire, with the reasons, over all runs."""
+        """`Plan.refusals` of all runs."""
         return tuple(refusal for plan in self.plans for refusal in plan.refusals)
 
     def __repr__(self) -> str:
@@ -356,16 +362,26 @@ def _op_lines(plan: Plan, at: int) -> list[str]:
     ]
     recipe, quantizes = plan.recipes[at]
     dtype = "bfloat16" if quantizes else plan.facts[at].dtype  # of the products, on CUDA
-    selected = [f for f in plan.of_phase("kernels") if f.start == at]
-    notes = [f"  {note}" for note in op.notes(dtype, plan.target) if not (fused or selected)]
+    row, notes = plan.kernel_rows[at], []
+    if not fused and op.kernel_rows:
+        notes.append(f"  kernels: {row.name if row else _default_kernels(plan, at, dtype)}")
+    if not (fused or row):
+        notes.extend(f"  {note}" for note in op.notes(dtype, plan.target))
     if recipe is not None:
         notes.extend(f"  {note}" for note in op.recipe_notes(recipe))
     saves = "" if fused or not op.is_formula else "what autograd keeps of its formula"
-    for chosen in selected:
-        saves = getattr(chosen.built, "saves", "")
-        notes.insert(0, f"  kernels: {chosen.name}")
-        notes.extend(_multiplies(recipe, quantizes, chosen.built, op))
+    if row:
+        saves = getattr(row.kernels, "saves", "")
+        notes.extend(_multiplies(recipe, quantizes, row.kernels, op))
     return [f"[{at}] {op}", *_saves(plan, op, at, saves), *fused, *_cast(plan, at), *notes]
+
+
+def _default_kernels(plan: Plan, at: int, dtype: str) -> str:
+    """The default kernels of an op, and which are for other machines or recipes."""
+    default = plan.basic_ops[at].default_kernels(dtype, plan.target)
+    rows = [r for r in plan.refusals if isinstance(r.rule, KernelRow) and r.start == at]
+    others = ", ".join(r.rule.name for r in rows if r.other_target)
+    return f"{default}; not for this machine or recipe: {others}" if others else default
 
 
 def _cast(plan: Plan, at: int) -> list[str]:
@@ -390,16 +406,17 @@ def _multiplies(recipe: Any, quantizes: bool, kernels: Any, *ops: Any) -> list[s
 
 def _refusal_lines(plan: Plan, every_rule: bool) -> Iterator[str]:
     shown = [r for r in plan.refusals if every_rule or not r.other_target]
-    for heading, selecting in (("not fused:", False), ("kernels not selected:", True)):
-        some = [r for r in shown if (r.rule.phase == "kernels") == selecting]
+    for heading, kind in (("not fused:", Rule), ("kernels not selected:", KernelRow)):
+        some = [r for r in shown if isinstance(r.rule, kind)]
         yield from [heading] * bool(some)
         yield from _reasons(some)
     if others := {r.rule.name for r in plan.refusals if r not in shown}:
-        rules = "rule is" if len(others) == 1 else "rules are"
+        rules = "rule or kernel is" if len(others) == 1 else "rules or kernels are"
         yield (
             f"{len(others)} more {rules} for other machines or recipes (to_text(every_rule=True))"
         )
     touched = {i for f in plan.fusions for i in range(f.start, f.stop)}
+    touched |= {i for i, op in enumerate(plan.basic_ops) if op.kernel_rows}
     touched |= {i for r in plan.refusals for i in range(r.start, r.start + len(r.ops))}
     places = range(len(plan.basic_ops))
     for is_touched, group in groupby(places, touched.__contains__):
@@ -414,7 +431,8 @@ def _reasons(refusals: Sequence[Refusal]) -> Iterator[str]:
     """The refusals with their reasons, those with the same ones together."""
     by_reasons: dict[tuple[str, ...], dict[str, list[str]]] = {}
     for refusal in refusals:
-        what = f"{refusal.rule.name} ({refusal.rule.phase})"
+        phase = f" ({refusal.rule.phase})" if isinstance(refusal.rule, Rule) else ""
+        what = f"{refusal.rule.name}{phase}"
         where = f"ops[{refusal.start}:{refusal.start + len(refusal.ops)}]"
         by_reasons.setdefault(refusal.reasons, {}).setdefault(what, []).append(where)
     for reasons, refused in by_reasons.items():

@@ -54,7 +54,8 @@ def facts_of_ops(
     inputs = key.facts(target)
     device = inputs[0].device
     made: list[SimpleNamespace] = []
-    derive = any(True for rule in rules for _ in rule.places(ops))  # else nothing reads them
+    # Else nothing reads them.
+    derive = any(op.kernel_rows for op in ops) or any(any(rule.places(ops)) for rule in rules)
     propagated = _infer_dtypes(ops, wiring, key, derive)
     for i, (op, facts, (given, output)) in enumerate(zip(ops, declared, propagated, strict=True)):
         extra = {}
@@ -156,7 +157,7 @@ def gradient_needs(ops: Sequence[Any], wiring: Wiring, key: PlanKey) -> tuple[Gr
 
 
 def features_read(ops: Sequence[Any], wiring: Wiring, rules: Iterable[Rule]) -> tuple[int, ...]:
-    """The inputs of a run whose ``features`` a condition reads of a rule whose pattern fits."""
+    """The inputs of a run whose ``features`` a condition reads, of a rule that fits or a row."""
     callers = [
         {
             **({"input": 0} if i == 0 else {}),
@@ -164,10 +165,12 @@ def features_read(ops: Sequence[Any], wiring: Wiring, rules: Iterable[Rule]) -> 
         }
         for i, (op, of_op) in enumerate(zip(ops, wiring.sources, strict=True))
     ]
+    fits = [(v, *found) for rule in rules for found in rule.places(ops) for v in rule.variants]
+    rows = [(row, i, {"op": op}) for i, op in enumerate(ops) for row in op.kernel_rows]
     read: set[int] = set()
-    for rule, at, bound in [(r, *found) for r in rules for found in r.places(ops)]:
+    for tried, at, bound in (*fits, *rows):
         present = [name for name, op in bound.items() if op is not None]
-        for path in rule.paths:
+        for path in tried.paths:
             names, i = path.names, at
             if names and names[0] in present:
                 names, i = names[1:], at + present.index(names[0])

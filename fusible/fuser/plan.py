@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple, get_args
 
 from fusible.fuser.conditions import UNKNOWN
-from fusible.fuser.rules import Phase, Rule
+from fusible.fuser.rules import KernelRow, Phase, Rule
 from fusible.fuser.target import Target
 
 
@@ -86,10 +86,10 @@ Facts = tuple[SimpleNamespace, ...]
 class Refusal:
     """A rule whose pattern fits the ops from ``start``, and the conditions that were false.
 
-    ``other_target``: whether the rule is for other machines or recipes.
+    Or a row of kernels of one op. ``other_target``: whether it is for other machines or recipes.
     """
 
-    rule: Rule
+    rule: Rule | KernelRow
     start: int
     ops: tuple[Any, ...]
     reasons: tuple[str, ...]
@@ -101,10 +101,9 @@ class Refusal:
 
 
 class Fusion(NamedTuple):
-    """What runs basic ops ``start`` to ``stop`` in a phase, made by a rule or a user's function.
+    """The fused op that runs basic ops ``start`` to ``stop`` in a phase.
 
-    ``built`` is a fused op; in the phase ``"kernels"``, the kernels that the one op runs on.
-    ``name`` is that of the rule or function.
+    ``name`` is that of the rule, or of the user's function, that made it.
     """
 
     phase: Phase
@@ -124,9 +123,11 @@ class Plan:
 
     Attributes:
         basic_ops: the ops as written.
-        fusions: by phase, the fused ops (``"joint"``, ``"forward"``, ``"backward"``), then the
-            kernels selected for basic ops (``"kernels"``); the others run on their default.
-        refusals: the rules that fit some ops and did not fire, with the reasons.
+        fusions: the fused ops, by phase (``"joint"``, ``"forward"``, ``"backward"``).
+        kernel_rows: of each basic op the row of the kernels selected for it; None where a fusion
+            covers it, and for its default.
+        refusals: the rules that fit some ops and did not fire, and the rows of kernels that come
+            before the selected one, with the reasons.
         grad: which gradients each basic op has to give.
         recipe, autocast_dtype, target, facts: what the plan was made for.
         recipes: of each basic op the recipe, and whether it quantizes operands of products.
@@ -134,6 +135,7 @@ class Plan:
 
     basic_ops: tuple[Any, ...]
     fusions: tuple[Fusion, ...]
+    kernel_rows: tuple[KernelRow | None, ...]
     refusals: tuple[Refusal, ...]
     grad: tuple[GradNeeds, ...]
     recipe: Any
@@ -188,20 +190,21 @@ class Plan:
         return f"{self.target}, recipe {self.recipe_name}, {dtype}, {mode}"
 
     def summary(self) -> str:
-        """Ops, heading and fusions in one line."""
-        fused = [
-            f"{f.name} for ops[{f.start}]"
-            if f.phase == "kernels"
-            else f"{f.name} ({f.phase}) of ops[{f.start}:{f.stop}]"
-            for f in self.fusions
-        ]
+        """Ops, heading, fusions and selected kernels in one line."""
+        fused = [f"{f.name} ({f.phase}) of ops[{f.start}:{f.stop}]" for f in self.fusions]
+        rows = [f"kernels {r.name} for ops[{i}]" for i, r in enumerate(self.kernel_rows) if r]
         ops = ", ".join(type(op).__name__ for op in self.basic_ops)
-        return f"{ops} on {self.heading}: {', '.join(fused) or 'nothing fused'}"
+        return f"{ops} on {self.heading}: {', '.join([*fused, *rows]) or 'nothing fused'}"
 
     @property
     def fired(self) -> tuple[str, ...]:
         """Names of the rules, and of the user's fusion functions, that fired."""
         return tuple(f.name for f in self.fusions)
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """Names of the kernels selected for single ops, in order."""
+        return tuple(row.name for row in self.kernel_rows if row)
 
     def require(self, rules: Sequence[Rule]) -> None:
         """Raise :class:`NotFused` with the reasons unless each of the rules and functions fired.
@@ -236,7 +239,8 @@ def plan(
     """Plan a run of basic ops; pure, needs no device and runs no kernel.
 
     The user's own fusions stand as they are; built-in rules take only ops that these leave, joint
-    rules first, then forward and backward rules independently of each other.
+    rules first, then forward and backward rules independently of each other. Kernels are
+    selected for each op that no fusion covers.
     """
     requires_grad = any(needs.requires_grad for needs in grad)
     matcher = _Matcher(ops, facts, recipe, target, requires_grad)
@@ -247,10 +251,13 @@ def plan(
         taken = [f for f in fusions if {f.phase, phase} != {"forward", "backward"}]
         fusions += matcher.scan([r for r in rules if r.phase == phase], taken)
     fusions.sort(key=lambda f: phases.index(f.phase))
+    fused = {i for f in fusions for i in range(f.start, f.stop)}
+    rows = [None if i in fused else matcher.kernel_row(i) for i, _ in enumerate(ops)]
     recipes = [None if recipe is None else recipe.over(i, i + 1) for i, _ in enumerate(ops)]
     return Plan(
         tuple(ops),
         tuple(fusions),
+        tuple(rows),
         tuple(matcher.refusals),
         tuple(grad),
         recipe,
@@ -295,11 +302,22 @@ class _Matcher:
                 mixed = f"its ops must run under one recipe, got {this.recipe}"
                 reasons = (mixed,) if this.mixed else tried.why_not(bound, this)
                 if not reasons:
-                    build = _build_kernels if tried.phase == "kernels" else _build_op
-                    built = build(tried, bound, covered)
+                    built = _build_op(tried, bound, covered)
                     return Fusion(tried.phase, at, at + len(covered), built, tried.name)
                 other_target = not tried.applies_to_target(this)
                 self.refusals.append(Refusal(tried, at, covered, reasons, other_target))
+        return None
+
+    def kernel_row(self, at: int) -> KernelRow | None:
+        """The first row of kernels that applies to an op; None for its default."""
+        op = self.ops[at]
+        this = self.this({"op": op}, at) if op.kernel_rows else None
+        for row in op.kernel_rows:
+            reasons = row.why_not(op, this)
+            if not reasons:
+                return row
+            other_target = not row.applies_to_target(this)
+            self.refusals.append(Refusal(row, at, (op,), reasons, other_target))
         return None
 
     def this(self, bound: dict[str, Any], at: int) -> SimpleNamespace:
@@ -331,21 +349,13 @@ class _Matcher:
         return this
 
 
-def _build_kernels(rule: Rule, bound: dict[str, Any], ops: Sequence[Any]) -> Any:
-    """Call the rule; RuntimeError unless it returns kernels that the op runs on."""
-    (op,), kernels = ops, rule.call(bound)
-    if kernels is None or not isinstance(kernels, op.kernels_type):
-        raise RuntimeError(
-            f"{rule.name} must return kernels of {type(op).__name__}"
-            f"{'' if op.kernels_type is object else f', a {op.kernels_type.__name__}'}, "
-            f"got {kernels!r}"
-        )
-    return kernels
-
-
 def _build_op(rule: Rule, bound: dict[str, Any], ops: Sequence[Any]) -> Any:
-    """Call the rule; RuntimeError unless the fused op covers exactly these ops."""
-    op = rule.call(bound)
+    """Call the rule's function; RuntimeError unless the fused op covers exactly these ops."""
+    try:
+        op = rule.build(**bound)
+    except Exception as error:
+        error.add_note(f"in the function of rule {rule.name}")
+        raise
     covered = getattr(op, "basic_ops", ())
     if [*map(id, covered)] != [*map(id, ops)]:
         raise RuntimeError(
@@ -413,13 +423,12 @@ def joined(plans: Sequence[Plan]) -> Plan | None:
         return plans[0] if plans else None
     starts = accumulate([len(p.basic_ops) for p in plans[:-1]], initial=0)
     placed = list(zip(plans, starts, strict=True))
-    names = ("recipes", "basic_ops", "grad", "facts")
+    names = ("recipes", "basic_ops", "grad", "facts", "kernel_rows")
     by_op: Any = {name: tuple(chain(*[getattr(p, name) for p in plans])) for name in names}
-    fusions = [f.shifted(at) for p, at in placed for f in p.fusions]
     return replace(
         plans[0],
         **by_op,
-        fusions=tuple(sorted(fusions, key=lambda f: f.phase == "kernels")),
+        fusions=tuple(f.shifted(at) for p, at in placed for f in p.fusions),
         refusals=tuple(replace(r, start=r.start + at) for p, at in placed for r in p.refusals),
     )
 

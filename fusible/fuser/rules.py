@@ -1,4 +1,4 @@
-"""Fusion rules: a pattern of ops, the conditions of the rewrite, and what to build."""
+"""Fusion rules and rows of kernels: the conditions of what replaces ops, and of what runs one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from fusible.fuser.conditions import Condition, Path
 
-Phase = Literal["joint", "forward", "backward", "kernels"]
+Phase = Literal["joint", "forward", "backward"]
 
 
 @dataclass(frozen=True)
@@ -23,28 +23,64 @@ class Slot:
     types: tuple[type, ...]
     optional: bool
 
+    def why_not(self, op: Any) -> list[str]:
+        """Why an op of these types is not taken, if so: its own class may compute otherwise."""
+        if _computes_as(op) in self.types:
+            return []
+        return [
+            f"{self.name} must be {self} itself, got its subclass {type(op).__name__}, whose math "
+            "may differ"
+        ]
+
     def __str__(self) -> str:
         names = " | ".join(t.__name__ for t in self.types)
         return f"[{names}]" if self.optional else names
 
 
+class _Conditional:
+    """What is chosen only where all conditions in ``needs`` hold."""
+
+    needs: tuple[Condition, ...]
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The paths of all facts that the conditions read."""
+        return tuple(path for need in self.needs for path in need.paths)
+
+    def applies_to_target(self, facts: Any) -> bool:
+        """Whether it is for this machine and this recipe, whatever else it needs."""
+        about = [need for need in self.needs if need.subject.names[:1] in _TARGET_FACTS]
+        return all(need.why_not(facts) is None for need in about)
+
+    def _false(self, facts: Any) -> list[str]:
+        return [reason for need in self.needs if (reason := need.why_not(facts)) is not None]
+
+
 @dataclass(frozen=True)
-class KernelRow:
-    """Kernels that run what a rule builds, and what they need beyond the rule's own conditions."""
+class KernelRow(_Conditional):
+    """Kernels, and what they need.
+
+    In ``Rule.kernels`` they run what the rule builds, and need this beyond its own conditions. In
+    ``BasicOperation.kernel_rows`` they run one op, which the conditions call ``this.op``.
+    """
 
     name: str
     kernels: Any
     needs: tuple[Condition, ...]
     worth: str
 
+    def why_not(self, op: Any, facts: Any) -> tuple[str, ...]:
+        """Every sentence that is false of an op that has this row; empty where it applies."""
+        owner = next(kind for kind in type(op).__mro__ if "kernel_rows" in vars(kind))
+        return (*Slot("op", (owner,), False).why_not(op), *self._false(facts))
+
 
 @dataclass(frozen=True)
-class Rule:
+class Rule(_Conditional):
     """Replaces a run of ops that fits ``pattern`` where every condition in ``needs`` holds.
 
     ``phase`` is ``"joint"`` (forward and backward together, agreeing only with each other),
-    ``"forward"`` or ``"backward"`` (interchangeable with the ops' own); or ``"kernels"``, which
-    replaces nothing: it selects the kernels of one op that no fusion covers.
+    ``"forward"`` or ``"backward"`` (interchangeable with the ops' own).
 
     With rows of ``kernels`` it is tried with each in turn, as a rule of their joint name. A user's
     fusion function is a rule without a pattern, which decides itself what it replaces.
@@ -74,14 +110,6 @@ class Rule:
         ]
         return (*rows,) or (self,)
 
-    def call(self, bound: dict[str, Any]) -> Any:
-        """What the rule's function makes of the ops by slot name; its errors name the rule."""
-        try:
-            return self.build(**bound)
-        except Exception as error:
-            error.add_note(f"in the function of rule {self.name}")
-            raise
-
     def without(self, name: str) -> Rule | None:
         """The rule without its variant ``name``, if it has that; None where none is left."""
         left = tuple(row for row in self.kernels if f"{self.name}_{row.name}" != name)
@@ -109,33 +137,11 @@ class Rule:
             if bound is not None:
                 yield at, bound
 
-    @property
-    def paths(self) -> tuple[Path, ...]:
-        """The paths of all facts that the conditions of its variants read."""
-        return tuple(path for v in self.variants for need in v.needs for path in need.paths)
-
-    def applies_to_target(self, facts: Any) -> bool:
-        """Whether the rule is for this machine and this recipe, whatever else it needs."""
-        about = [need for need in self.needs if need.subject.names[:1] in _TARGET_FACTS]
-        return all(need.why_not(facts) is None for need in about)
-
     def why_not(self, bound: dict[str, Any], facts: Any) -> tuple[str, ...]:
         """Every sentence that is false of ``facts``; empty where the rule applies."""
-        reasons = []
-        for slot in self.pattern:
-            op: Any = bound[slot.name]
-            if op is not None and _computes_as(op) not in slot.types:
-                reasons.append(
-                    f"{slot.name} must be {slot} itself, got its subclass {type(op).__name__}, "
-                    "whose math may differ"
-                )
-            if self.phase == "kernels" and op.is_formula:
-                reasons.append(
-                    f"{slot.name} must have a forward by hand, which runs on ctx.kernels, got "
-                    f"{type(op).__name__}, which is a formula alone"
-                )
-        reasons.extend(r for need in self.needs if (r := need.why_not(facts)) is not None)
-        return tuple(reasons)
+        present = [slot for slot in self.pattern if bound[slot.name] is not None]
+        others = [reason for slot in present for reason in slot.why_not(bound[slot.name])]
+        return (*others, *self._false(facts))
 
     def __str__(self) -> str:
         return " + ".join(map(str, self.pattern)) or "any ops"
@@ -153,8 +159,7 @@ def rule(
     (``grouped_mlp_sm90``).
 
     Raises:
-        TypeError: a need is no condition, or the signature no pattern, or one of several ops with
-            ``phase="kernels"``.
+        TypeError: a need is no condition, or the signature no pattern.
         ValueError: there is no such phase.
     """
     if phase not in typing.get_args(Phase):
@@ -172,10 +177,6 @@ def rule(
         pattern = tuple(_slot(build.__name__, name, hints.get(name)) for name in names)
         if all(slot.optional for slot in pattern):
             raise TypeError(f"{build.__name__} must take an op that is not optional, got {names}")
-        if phase == "kernels" and len(pattern) > 1:
-            raise TypeError(
-                f"{build.__name__} must take one op, whose kernels it selects, got {names}"
-            )
         worth = inspect.cleandoc(build.__doc__ or "")
         return Rule(build.__name__, phase, pattern, needs, build, worth, rows)
 

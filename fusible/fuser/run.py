@@ -365,7 +365,7 @@ class Run:
             backward=backward[::-1],
             dtypes=(*[dtype for dtype, *_ in key.inputs], *key.param_dtypes),
             params=slices(len(key.inputs), key.param_counts),
-            kernels=[(f.start, f.built) for f in plan.of_phase("kernels")],
+            kernels=[(i, row.kernels) for i, row in enumerate(plan.kernel_rows) if row],
             fast_path=self._fast_path(plan, key),
             writes_inputs=any(op.writes_extra_inputs for op in self.ops),
             writes_grads=any(op.writes_grads for op in plan.backward_ops),

@@ -199,16 +199,14 @@ def _quantizers(plan: Plan, wiring: Wiring, start: int, stop: int) -> tuple[Any,
     """How ops[start:stop] quantize what they give, and how their output's gradient is quantized."""
     if plan.recipe is None:
         return None
-    ops = plan.basic_ops
-    prefer_values = {
-        f.start for f in plan.of_phase("kernels") if getattr(f.built, "quantizes_own_inputs", False)
-    }
+    ops, rows = plan.basic_ops, plan.kernel_rows
+    by_receiver = [row and getattr(row.kernels, "quantizes_own_inputs", False) for row in rows]
 
     def quantizer(at: int, which: str) -> Any:
         recipe, _ = plan.recipes[at]
         with autocast(enabled=recipe is not None, recipe=recipe):
             wanted = getattr(ops[at], f"get_{which}_quantizer")()
-        if wanted is not None and at in prefer_values:
+        if wanted is not None and by_receiver[at]:
             wanted.by_receiver = True
         return wanted
 

@@ -110,7 +110,7 @@ class UserForward:
 
 def _derived_dtype(plan: Plan, stop: int) -> torch.dtype | None:
     """The dtype of the output of ops[stop - 1] if that was derived, and ops after it are fused."""
-    fused_after = any(f.start >= stop and f.phase != "kernels" for f in plan.fusions)
+    fused_after = any(f.start >= stop for f in plan.fusions)
     if not fused_after or declares_dtypes(type(plan.basic_ops[stop - 1])):
         return None
     name = plan.facts[stop].input.dtype

@@ -180,7 +180,7 @@ class GroupedFastPath:
         None if other kernels are selected, or these do not support its features.
         """
         if plan.recipe is not None or any(
-            [own.built is not DEFAULT_KERNELS for own in plan.of_phase("kernels")]
+            [row.kernels is not DEFAULT_KERNELS for row in plan.kernel_rows if row]
         ):
             return None
         shape = op.num_groups, op.out_features, op.in_features

@@ -5,7 +5,7 @@ are written once, over a `GroupedKernels`. The class itself runs the library ops
 `fusible.kernels.grouped` (the definition on the CPU, our kernels on SM90, PyTorch's grouped product
 or kernels in Triton on other GPUs), and PyTorch's products for dense linears. An architecture whose
 kernels read operands in a layout of their own, such as SM100, is a subclass; which one an op gets
-is kernel selection (`fusible.fused.kernel_selection`).
+is kernel selection (`fusible.ops.kernel_selection`).
 """
 
 from __future__ import annotations

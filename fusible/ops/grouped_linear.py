@@ -26,6 +26,7 @@ from fusible.ops.inputs import (
     product_dtype,
     wrong_shape,
 )
+from fusible.ops.kernel_selection import KERNELS
 from fusible.ops.matrices import matrix, restore_leading_dims, source_of
 from fusible.ops.op import Grads, OpGrads
 from fusible.ops.state import State, convert_layout
@@ -89,6 +90,7 @@ class GroupedLinear(WeightedOperation):
     """
 
     num_groups: int
+    kernel_rows = tuple(row.for_linear for row in KERNELS)
     extra_input_names = ("split_sizes", "scales")
     saves = "x, end rows of the groups, row scales, weights"
     fact_names = (
@@ -235,6 +237,13 @@ class GroupedLinear(WeightedOperation):
         self.parameter_names = tuple(layouts)
         self.expert_processes = mesh.size()
         self.num_groups //= mesh.size()
+
+    def default_kernels(self, dtype: str, target: Any) -> str:
+        """Triton's where only they read the split sizes on the device."""
+        sm = target.sm or 0
+        by_pytorch = target.device != "cuda" or portable.pytorch_reads_on_device(dtype, sm)
+        by_triton = not by_pytorch and portable.reads_on_device(dtype, sm, target.triton)
+        return "Triton's" if by_triton else super().default_kernels(dtype, target)
 
     def notes(self, dtype: str, target: Any) -> tuple[str, ...]:
         """Says where a grouped product synchronises, or rounds a weight gradient."""

@@ -30,6 +30,7 @@ from fusible.ops.inputs import (
     product_dtype,
     wrong_shape,
 )
+from fusible.ops.kernel_selection import SM90_FP8_ROW
 from fusible.ops.matrices import matrix, restore_leading_dims
 from fusible.ops.op import BasicOperation, FusedOperation, OpGrads
 from fusible.ops.state import State
@@ -75,6 +76,7 @@ class BasicLinear(WeightedOperation):
         "delay_wgrad_compute",
     )
     parameter_names = ("weight",)
+    kernel_rows = (SM90_FP8_ROW.for_linear,)  # all rows as one group
     saves = "x, weight"
 
     def __init__(

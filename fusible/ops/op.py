@@ -22,6 +22,7 @@ from fusible.fuser.op_facts import Dtypes
 from fusible.fuser.plan import GradNeeds, Plan
 from fusible.fuser.plan_key import PlanKey
 from fusible.fuser.registry import is_ours
+from fusible.fuser.rules import KernelRow
 from fusible.fuser.run import Run
 from fusible.fuser.schedule import FastPath
 from fusible.fuser.tracing import WeakGroups, constant_when_traced
@@ -193,9 +194,13 @@ class FusibleOperation(ModuleState, PatchesCounted):
     def notes(self, dtype: str, target: Any) -> tuple[str, ...]:
         """Sentences that ``explain`` prints of a fused op on a target.
 
-        Of a basic op: where no fusion covers it and no rule selects its kernels.
+        Of a basic op: where no fusion covers it and none of its ``kernel_rows`` applies.
         """
         return ()
+
+    def default_kernels(self, dtype: str, target: Any) -> str:
+        """Whose kernels run a basic op where no row of ``kernel_rows`` applies, for ``explain``."""
+        return "PyTorch's"
 
     def fast_path(self, plan: Plan, key: PlanKey) -> FastPath | None:
         """A faster path for a plan whose forward is this op alone, or None.
@@ -301,7 +306,8 @@ class BasicOperation(Channels, FormulaOp, FusibleOperation):
             its ``op_forward``, and for any where it has a ``fuser_forward`` of its own.
         buffer_keywords: those that are the caller's memory for results; it must overlap nothing
             that the run reads.
-        kernels_type: what rules with ``phase="kernels"`` must return for the op to run on.
+        kernel_rows: which kernels may run the op, in order of priority. Where no fusion covers
+            it, ``ctx.kernels`` are those of the first row whose conditions hold, else None.
         saves: what the op saves for its backward, as ``explain`` prints it.
         passes_input: whether its first extra output is its input, which it does not read.
         computes_as: set by a subclass that has the math of a built-in op and differs only in where
@@ -316,7 +322,7 @@ class BasicOperation(Channels, FormulaOp, FusibleOperation):
     parameter_names: tuple[str, ...] | None = None
     keywords: ClassVar[tuple[str, ...] | None] = None
     buffer_keywords: ClassVar[tuple[str, ...]] = ()
-    kernels_type: ClassVar[type] = object
+    kernel_rows: ClassVar[tuple[KernelRow, ...]] = ()
     saves: str = "x, parameters"
     passes_input: ClassVar[bool] = False
 

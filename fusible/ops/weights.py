@@ -22,7 +22,7 @@ from fusible.fuser.plan import GradNeeds
 from fusible.kernels.stacking import stacked
 from fusible.ops import buffers
 from fusible.ops.casting import CastingOp
-from fusible.ops.grouped_kernels import GroupedKernels, GroupedOperand, LinearCall, SavedLinear
+from fusible.ops.grouped_kernels import GroupedOperand, LinearCall, SavedLinear
 from fusible.ops.matrices import restore_leading_dims
 from fusible.ops.op import FusibleOperation, Grads
 from fusible.ops.operand_cache import OperandCache, counting_steps, stored_tensors
@@ -71,7 +71,6 @@ class WeightedOperation(CastingOp):
     has_bias = False
     num_groups: int | None = None
     """Groups of rows that are quantized apart, if any."""
-    kernels_type = GroupedKernels
     in_features: int
     out_features: int
     rng_state_tracker_function: Callable[[], Any] | None

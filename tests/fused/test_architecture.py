@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 import fusible as fz
-from fusible.extend import equal, rule, this
+from fusible.extend import KernelRow, equal, this
 from fusible.fused.grouped_mlp import grouped_mlp
-from fusible.fused.kernel_selection import GroupedKernelsRow, grouped_linear
 from fusible.ops.grouped_kernels import Activated, ActivationGrads, GroupedKernels, GroupedOperand
+from fusible.ops.kernel_selection import GroupedKernelsRow
 from fusible.ops.wgrad import WeightGradient
 from fusible.testing import assume_target
 
@@ -67,13 +67,10 @@ def results(module, inputs) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("single", [True, False])
-def test_a_new_architecture(own_fusions, single):
-    own_fusions.install(
-        [
-            replace(grouped_mlp, kernels=(BATCHED.for_mlp, *grouped_mlp.kernels)),
-            replace(grouped_linear, kernels=(BATCHED.for_linear, *grouped_linear.kernels)),
-        ]
-    )
+def test_a_new_architecture(own_fusions, monkeypatch, single):
+    own_fusions.install([replace(grouped_mlp, kernels=(BATCHED.for_mlp, *grouped_mlp.kernels))])
+    rows = (BATCHED.for_linear, *fz.GroupedLinear.kernel_rows)
+    monkeypatch.setattr(fz.GroupedLinear, "kernel_rows", rows)
     options = {"single_grouped_weight": single, "single_grouped_bias": single}
     options["dtype"] = torch.float64
     mlp = fz.Sequential(
@@ -90,13 +87,13 @@ def test_a_new_architecture(own_fusions, single):
     inputs = x.requires_grad_(), splits, scales.requires_grad_(), splits, splits
     with assume_target("sm70"):
         got = results(mlp, inputs)
-    assert mlp.plan.fired == ("grouped_mlp_batched", "grouped_linear_batched")
+    assert (mlp.plan.fired, mlp.plan.kernels) == (("grouped_mlp_batched",), ("batched",))
     want = results(mlp, inputs)
-    assert mlp.plan.fired == ()
+    assert mlp.plan.fired == mlp.plan.kernels == ()
     torch.testing.assert_close(got, want)
     text = str(fz.explain(mlp, *inputs, target="sm70"))
     assert "GroupedMLP by grouped_mlp_batched, forward and backward" in text
-    assert "kernels: grouped_linear_batched" in text
+    assert text.endswith("kernels: batched")
 
 
 def test_its_kernels_need_not_read_a_pre_activation_that_was_saved_in_fp8(own_fusions):
@@ -122,7 +119,7 @@ def test_its_kernels_need_not_read_a_pre_activation_that_was_saved_in_fp8(own_fu
     assert not torch.equal(got[1], plain[1])
 
 
-def test_kernels_that_are_falsy_run(own_fusions):
+def test_kernels_that_are_falsy_run(monkeypatch):
     class Empty(Batched):
         def __len__(self):
             return 0
@@ -130,12 +127,8 @@ def test_kernels_that_are_falsy_run(own_fusions):
         def product(self, *given):
             return 2 * super().product(*given)
 
-    @rule(equal(this.sm, 70), phase="kernels")
-    def twice(linear: fz.GroupedLinear) -> GroupedKernels:
-        """A test."""
-        return Empty()
-
-    own_fusions.install((twice,))
+    row = KernelRow("twice", Empty(), (equal(this.sm, 70),), "")
+    monkeypatch.setattr(fz.GroupedLinear, "kernel_rows", (row,))
     linear = fz.GroupedLinear(2, 8, 8, bias=False, single_grouped_weight=True)
     x, splits = torch.randn(5, 8), torch.tensor([3, 2])
     want = 2 * linear(x, splits)

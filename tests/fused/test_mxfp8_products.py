@@ -64,10 +64,10 @@ def test_numbers_are_those_of_blocks_of_128(kind, fmt):
         given, fired = inputs(module), "grouped_mlp_sm90_fp8"
     elif kind == "grouped":
         module, rows = fz.GroupedLinear(len(SIZES), HIDDEN, HIDDEN, dtype=BF16), ROWS
-        given, fired = (torch.randn(ROWS, HIDDEN).to(BF16), SPLITS), "grouped_linear_sm90_fp8"
+        given, fired = (torch.randn(ROWS, HIDDEN).to(BF16), SPLITS), "sm90_fp8"
     else:
         module, rows = fz.BasicLinear(HIDDEN, HIDDEN, dtype=BF16), ROWS
-        given, fired = (torch.randn(ROWS, HIDDEN).to(BF16),), "linear_sm90_fp8"
+        given, fired = (torch.randn(ROWS, HIDDEN).to(BF16),), "sm90_fp8"
     randomized(module)
     given = (given[0].detach().requires_grad_(), *given[1:])
     dy = torch.randn(rows, HIDDEN).to(BF16)

@@ -1,48 +1,55 @@
-"""Every built-in rule: where it fits, why it refuses, and that what it makes is equal."""
+"""Every built-in rule and row of kernels: where it fits, why it refuses, and equal results."""
 
 import copy
 from pathlib import Path as FilePath
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import reference as ref
 import torch
 from every_op import randomised
-from every_rule import FITS, rule_of, scope_of
+from every_rule import FITS, rule_of, scope_of, used
 from torch import Tensor
 
 import fusible as fz
 from fusible.fused import RULES
 from fusible.fuser.conditions import Condition, Path, at_least, equal, multiple_of, one_of, this
 from fusible.fuser.registry import registry
-from fusible.fuser.rules import Rule, rule
+from fusible.fuser.rules import KernelRow, Rule, rule
 from fusible.testing import assume_target
 from fusible.versions import Version
 
 VARIANTS = [variant for r in RULES for variant in r.variants]
+ROWS = {
+    f"{kind.__name__}.{row.name}": row
+    for kind in (fz.GroupedLinear, fz.BasicLinear)
+    for row in kind.kernel_rows
+}
+CHOICES = {**{r.name: r for r in VARIANTS}, **ROWS}
 
 
 def test_every_rule_has_a_case():
-    assert set(map(rule_of, FITS)) == {r.name for r in VARIANTS}
+    assert set(map(rule_of, FITS)) == set(CHOICES)
 
 
-def site_of(name, monkeypatch) -> tuple[Rule, dict, SimpleNamespace]:
-    """The facts that the rule reads where it fires."""
-    seen = []
-    whole = Rule.why_not
+def site_of(name, monkeypatch) -> tuple[Rule | KernelRow, Any, SimpleNamespace]:
+    """The rule or row, with what its ``why_not`` gets where it applies: the ops, the facts."""
+    seen, kind = [], type(CHOICES[rule_of(name)])
+    whole = kind.why_not
 
     def spy(self, bound, site):
         reasons = whole(self, bound, site)
-        if self.name == rule_of(name) and not reasons:
+        if self == CHOICES[rule_of(name)] and not reasons:
             seen.append((self, bound, site))
         return reasons
 
-    monkeypatch.setattr(Rule, "why_not", spy)
+    monkeypatch.setattr(kind, "why_not", spy)
     make, target = FITS[name]
     module, inputs = make()
     with scope_of(name):
         plans = fz.explain(module, *inputs, target=target).plans
-    assert rule_of(name) in [n for plan in plans for n in plan.fired]
+    assert rule_of(name) in [n for plan in plans for n in used(plan)]
     monkeypatch.undo()
     return seen[0]
 
@@ -86,7 +93,9 @@ def violations(need, site):
 
 
 NEEDS = [
-    pytest.param(r.name, i, id=f"{r.name}: {n}") for r in VARIANTS for i, n in enumerate(r.needs)
+    pytest.param(name, i, id=f"{name}: {n}")
+    for name, choice in CHOICES.items()
+    for i, n in enumerate(choice.needs)
 ]
 
 
@@ -127,18 +136,20 @@ def test_all_false_sentences_are_reported(name, monkeypatch):
 def test_subclasses_are_refused(name, monkeypatch):
     """A subclass may compute something else."""
     found, bound, site = site_of(name, monkeypatch)
-    for slot in found.pattern:
-        op = copy.copy(bound[slot.name])
-        op.__class__ = type("Mine", (type(op),), {})
-        (reason,) = found.why_not({**bound, slot.name: op}, site)
-        assert reason.startswith(f"{slot.name} must be ")
+    for part in bound if isinstance(found, Rule) else ("op",):
+        whole = bound[part] if isinstance(found, Rule) else bound
+        op = copy.copy(whole)
+        given = {**bound, part: op} if isinstance(found, Rule) else op
+        op.__class__ = type("Mine", (type(whole),), {})
+        (reason,) = found.why_not(given, site)
+        assert reason.startswith(f"{part} must be ")
         assert "subclass Mine" in reason
         # One that says it computes the same is taken; its own subclasses have to say it again.
-        same = type("Same", (type(bound[slot.name]),), {"computes_as": type(bound[slot.name])})
+        same = type("Same", (type(whole),), {"computes_as": type(whole)})
         op.__class__ = same
-        assert not found.why_not({**bound, slot.name: op}, site)
+        assert not found.why_not(given, site)
         op.__class__ = type("Mine", (same,), {})
-        assert found.why_not({**bound, slot.name: op}, site) == (reason,)
+        assert found.why_not(given, site) == (reason,)
 
 
 # --- equal to the ops one by one --------------------------------------------------------------
@@ -164,7 +175,7 @@ def unfused(own_fusions, module, inputs):
     own_fusions.install(())
     alone = copy.deepcopy(module)
     result = run(alone, inputs, "cpu")
-    assert alone.plan.fired == ()
+    assert used(alone.plan) == ()
     own_fusions.install(RULES)
     return result
 
@@ -178,7 +189,7 @@ def test_values_and_gradients_no_worse_than_unfused(name, own_fusions):
     with scope_of(name):
         plain = unfused(own_fusions, module, inputs)
         fused = run(module, inputs, target)
-    assert rule_of(name) in module.plan.fired
+    assert rule_of(name) in used(module.plan)
     for mine, theirs, right in zip(fused, plain, exact, strict=True):
         assert mine.dtype == theirs.dtype
         errors = [(t.double() - right).abs().max() for t in (mine, theirs)]
@@ -323,12 +334,22 @@ def test_the_table_of_rules_has_a_row_for_every_rule(monkeypatch):
         assert line.replace("\\|", "").count("|") == 6
         for need in row.needs:
             assert str(need) in line
+    *_, table = tables.kernels_table(fz.GroupedLinear, fz.BasicLinear).partition("---|\n")
+    for line, (name, row) in zip(table.splitlines(), ROWS.items(), strict=True):
+        kind, kernels = name.split(".")
+        assert line.startswith(f"| {kind} | `{kernels}` | ")
+        assert all(str(need) in line for need in row.needs)
 
 
 def test_rules_have_distinct_names_and_say_what_they_are_worth():
     assert len({r.name for r in VARIANTS}) == len(VARIANTS)
-    assert all(r.worth for r in (*RULES, *VARIANTS))
+    assert all(r.worth for r in (*RULES, *CHOICES.values()))
     assert registry.rules == RULES
+
+
+def test_rules_fuse_several_ops():
+    """Kernels of one op are rows of the op."""
+    assert all(len(r.pattern) > 1 for r in RULES)
 
 
 def test_facts_are_never_tensors(monkeypatch):

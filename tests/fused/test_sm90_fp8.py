@@ -86,7 +86,8 @@ def step(module, recipe, given, dy, machine="sm90", fired="grouped_mlp_sm90_fp8"
     leaves = [t for t in (*given, *module.parameters()) if t.requires_grad]
     with on(machine, recipe):
         y = module(*given)
-        assert module.plan.fired == ((fired,) if machine == "sm90" else ())
+        names = module.plan.fired + module.plan.kernels
+        assert names == ((fired,) if machine == "sm90" else ())
     return [y, *torch.autograd.grad(y, leaves, dy)]
 
 
@@ -139,7 +140,7 @@ def test_a_linear_equals_the_dequantized_path(dtype, options, recipe):
     if linear.scale_bias:
         given.append(torch.rand(ROWS).requires_grad_())
     dy = integers(ROWS, INNER).to(dtype)
-    got = step(linear, recipe, given, dy, fired="grouped_linear_sm90_fp8")
+    got = step(linear, recipe, given, dy, fired="sm90_fp8")
     assert_equal_but_for_order(got, step(linear, recipe, given, dy, "cpu"))
 
 
@@ -165,7 +166,7 @@ def test_fp32_scales_are_not_rounded(recipe):
     linear = fz.GroupedLinear(len(SIZES), HIDDEN, INNER, **options)
     x, dy = torch.randn(ROWS, HIDDEN).to(BF16), torch.randn(ROWS, INNER).to(BF16)
     given = x.requires_grad_(), SPLITS
-    y, dx, dw = step(linear, recipe, given, dy, fired="grouped_linear_sm90_fp8")
+    y, dx, dw = step(linear, recipe, given, dy, fired="sm90_fp8")
 
     def values(t, role, columnwise=False):
         quantized = quantize(t.detach(), recipe.format(role), columnwise=columnwise)
@@ -605,9 +606,9 @@ def test_explain_says_why_not():
     options = {"dtype": BF16, "bias": False}
     x = torch.ones(4, 24, dtype=BF16, requires_grad=True)
     text = explained(fz.GroupedLinear(2, 24, 32, **options), x, torch.tensor([3, 1]))
-    assert "kernels: grouped_linear_sm90\n" in text
-    assert "grouped_linear_sm90_fp8 (kernels)" in text
-    assert "linear.in_features must be a multiple of 16, got 24" in text
+    assert "kernels: sm90\n" in text
+    assert "kernels not selected:\n  sm90_fp8 for ops[0:1]\n" in text
+    assert "op.in_features must be a multiple of 16, got 24" in text
     narrow = fz.Sequential(
         fz.GroupedLinear(2, 32, 64, **options),
         fz.ScaledSwiGLU(),
@@ -622,8 +623,8 @@ def test_explain_says_why_not():
     text = explained(wide, x.detach().float().requires_grad_(), *extra)
     assert "grouped_mlp_sm90_fp8 (joint) for ops[0:3]" in text
     assert "fc1.dtype must be bfloat16, got float32" in text
-    assert text.count("kernels: grouped_linear_sm90_fp8") == 2
+    assert text.count("kernels: sm90_fp8\n") == 2
     override = Float8BlockScaling(backward_override="dequantized")
     text = explained(mlp(), *inputs(mlp()), recipe=override)
     assert text.count("backward_override must be None, got dequantized") >= 1
-    assert text.count("kernels: grouped_linear_sm90\n") == 2
+    assert text.count("kernels: sm90\n") == 2

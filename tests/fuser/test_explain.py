@@ -111,18 +111,21 @@ def test_rules_for_other_machines_and_recipes_are_counted():
     x, splits, scales = ref.grouped_mlp_inputs()
     explained = fz.explain(mlp, x, splits, scales, splits, target="sm90")
     short, long = str(explained), explained.to_text(every_rule=True)
-    assert "  grouped_linear_sm90 (kernels) for ops[0:1], ops[2:3]\n" in short
+    assert "kernels not selected:\n  sm90 for ops[0:1], ops[2:3]\n" in short
     assert "dtype must be one of bfloat16, float16 where quantizes is False, got float32" in short
-    assert "4 more rules are for other machines or recipes (to_text(every_rule=True))" in short
-    for of_others in ("grouped_mlp_sm100", "grouped_linear_sm100", "sm must be"):
+    assert (
+        "4 more rules or kernels are for other machines or recipes (to_text(every_rule=True))"
+        in short
+    )
+    for of_others in ("grouped_mlp_sm100", "  sm100 for ops[0:1]", "sm must be"):
         assert of_others not in short
         assert of_others in long
     assert "more rules" not in long
     assert {r.rule.name for r in explained.refusals if r.other_target} == {
         "grouped_mlp_sm90_fp8",
-        "grouped_linear_sm90_fp8",
+        "sm90_fp8",
         "grouped_mlp_sm100",
-        "grouped_linear_sm100",
+        "sm100",
     }
 
 
@@ -552,7 +555,7 @@ def test_a_notebook_shows_what_print_does():
     )
     refusals = fz.explain(fz.GroupedLinear(2, 8, 8), x, [1, 2], target="sm90").refusals
     assert (
-        "grouped_linear_sm90 not used for ops[0:1]: linear.dtype must be one of bfloat16, "
+        "sm90 not used for ops[0:1]: op.dtype must be one of bfloat16, "
         "float16 where quantizes is False, got float32"
     ) in [repr(refusal) for refusal in refusals]
 

@@ -481,44 +481,68 @@ def test_the_check_of_a_users_fused_op_changes_nothing_in_the_basic_ops(own_fusi
 class Powered(fz.BasicOperation):
     """x to the power that the selected kernels give."""
 
+    kernel_rows = (
+        extend.KernelRow(
+            "cube",
+            types.SimpleNamespace(power=3),
+            (multiple_of(this.op.input.features, 3),),
+            "As a cube.",
+        ),
+        extend.KernelRow("square", types.SimpleNamespace(power=2), (equal(this.sm, None),), ""),
+    )
+
     def op_forward(self, ctx, input_, prev_op_grad_output_quantizer, next_op_input_quantizer):
         return input_ ** (1 if ctx.kernels is None else ctx.kernels.power)
 
 
-def test_kernels_that_have_only_what_their_op_reads(own_fusions):
-    @rule(phase="kernels")
-    def squares(op: Powered) -> types.SimpleNamespace:
-        """As a square."""
-        return types.SimpleNamespace(power=2)
-
-    register_rule(squares)
-    op, x = fz.Sequential(Powered(), require=["squares"]), torch.randn(3)
-    torch.testing.assert_close(op(x), x.square())
-    text = str(fz.explain(op, x.requires_grad_()))
-    assert "kernels: squares" in text
-    assert "saves x, parameters" in text
-
-
-@pytest.mark.parametrize("made", [None, 5])
-def test_kernels_that_an_op_cannot_run_on_are_named(made, own_fusions):
-    @rule(phase="kernels")
-    def others(linear: fz.GroupedLinear) -> object:
-        """Nothing of use."""
-        return made
-
-    register_rule(others)
-    linear = fz.GroupedLinear(2, 4, 4)
-    message = f"others must return kernels of GroupedLinear, a GroupedKernels, got {made}"
-    with pytest.raises(RuntimeError, match=message):
-        linear(torch.randn(3, 4), torch.tensor([1, 2]))
+def test_an_op_runs_on_the_kernels_of_its_first_row_that_applies():
+    op = fz.Sequential(Powered())
+    for features, power, name in ((6, 3, "cube"), (4, 2, "square")):
+        x = torch.randn(2, features)
+        torch.testing.assert_close(op(x), x**power)
+        assert (op.plan.fired, op.plan.kernels) == ((), (name,))
+    explained = fz.explain(op, x.requires_grad_())
+    assert explained.kernels == ("square",)
+    assert "kernels: square" in str(explained)
+    assert "saves x, parameters" in str(explained)
+    assert "  cube for ops[0:1]\n    op.input.features must be a multiple of 3, got 4" in str(
+        explained
+    )
+    with assume_target("sm90"):
+        torch.testing.assert_close(op(x), x)
+    assert op.plan.kernels == ()
+    text = str(fz.explain(op, x, target="sm90"))
+    assert "kernels: PyTorch's; not for this machine or recipe: square\n" in text
 
 
-def test_kernels_are_selected_for_one_op():
-    with pytest.raises(TypeError, match=r"of_two must take one op.*\['a', 'b'\]"):
+def test_rows_of_kernels_are_of_the_op_itself():
+    """A subclass may compute something else."""
 
-        @rule(phase="kernels")
-        def of_two(a: Powered, b: fz.Bias) -> None:
-            """Of two."""
+    class Mine(Powered):
+        pass
+
+    class Same(Powered):
+        computes_as = Powered
+
+    class Own(Powered):
+        kernel_rows = Powered.kernel_rows[1:]
+
+    x = torch.randn(2, 4)
+    plans = [fz.explain(kind(), x).plans[0] for kind in (Mine, Same, Own)]
+    assert [plan.kernels for plan in plans] == [(), ("square",), ("square",)]
+    why = "op must be Powered itself, got its subclass Mine, whose math may differ"
+    assert [why in refusal.reasons for refusal in plans[0].refusals] == [True, True]
+
+
+def test_a_row_of_kernels_that_reads_no_fact():
+    class Reads(fz.BasicOperation):
+        kernel_rows = (extend.KernelRow("own", None, (equal(this.op.scael, 1.0),), ""),)
+
+        def op_forward(self, ctx, input_, **_):
+            return input_
+
+    with pytest.raises(AttributeError, match=r"op\.scael is not a fact: there is no 'scael' among"):
+        Reads()(torch.ones(3))
 
 
 def test_ops_that_read_values_are_not_checked(own_fusions):
@@ -632,30 +656,6 @@ def test_a_bias_set_to_none():
     linear.bias = None
     with pytest.raises(AttributeError, match="bias of Bias must be a tensor, got None; make an op"):
         linear(torch.ones(2, 4))
-
-
-class Cubed(fz.BasicOperation):
-    def formula(self, x):
-        return x**3
-
-
-def test_no_kernels_are_selected_for_a_formula(own_fusions):
-    """Autograd differentiates it; nothing would read them."""
-
-    @rule(phase="kernels")
-    def for_cubed(op: Cubed) -> object:
-        """Nothing that runs."""
-        return object()
-
-    register_rule(for_cubed)
-    op, x = Cubed(), torch.randn(3)
-    torch.testing.assert_close(op(x), x**3)
-    assert op.plan.fired == ()
-    text = str(fz.explain(op, x))
-    assert "for_cubed (kernels) for ops[0:1]" in text
-    assert "op must have a forward by hand, which runs on ctx.kernels, got Cubed" in text
-    with pytest.raises(fz.NotFused, match="Cubed, which is a formula alone"):
-        fz.Sequential(Cubed(), require=["for_cubed"])(x)
 
 
 class GroupedFormula(extend.BasicOperation):

@@ -11,6 +11,7 @@ from torch import nn
 
 import fusible as fz
 from fusible.extend import Condition, equal, multiple_of, register_rule, rule, this, where
+from fusible.fuser.rules import Rule
 from fusible.fuser.target import Target
 from fusible.testing import assume_target
 from fusible.versions import CUDNN_FRONTEND, CUTLASS_DSL, Version
@@ -74,7 +75,7 @@ def test_of_a_sequential_split_by_ordinary_modules():
         "BasicLinear",
         "AddExtraInput",
     ]
-    assert [(f.start, f.stop) for f in plan.of_phase("joint", "forward", "backward")] == [
+    assert [(f.start, f.stop) for f in plan.fusions] == [
         (0, 2),
         (3, 5),
     ]
@@ -85,7 +86,7 @@ def test_refusals_of_later_runs_count_on():
     seq = fz.Sequential(fz.SiLU(), nn.Tanh(), fz.BasicLinear(8, 8), fz.AddExtraInput())
     with torch.autocast("cpu", torch.bfloat16):
         seq(torch.randn(3, 8), torch.randn(3, 8))
-    (refusal,) = [r for r in seq.plan.refusals if r.rule.phase != "kernels"]
+    (refusal,) = [r for r in seq.plan.refusals if isinstance(r.rule, Rule)]
     assert (refusal.rule.name, refusal.start) == ("linear_add", 1)
     assert refusal.reasons == (
         "linear.param_dtype must be equal to linear.dtype (which is bfloat16), got float32",
@@ -97,7 +98,7 @@ def test_all_reasons_of_a_refusal():
     seq = fz.Sequential(fz.BasicLinear(8, 8), fz.AddExtraInput())
     with fz.autocast(recipe=ref.Rows()), torch.autocast("cpu", torch.bfloat16):
         seq(torch.randn(3, 8), torch.randn(3, 8))
-    (refusal,) = [r for r in seq.plan.refusals if r.rule.phase != "kernels"]
+    (refusal,) = [r for r in seq.plan.refusals if isinstance(r.rule, Rule)]
     assert refusal.reasons == (
         "recipe must be none, got rows",
         "linear.param_dtype must be equal to linear.dtype (which is bfloat16), got float32",

@@ -51,7 +51,7 @@ def run(case: Case) -> Outcome:
         if outcome is not None:
             return replace(outcome, fired=tuple(fired))
         if action.name == "step" and made[0].model.plan is not None:
-            fired.update(made[0].model.plan.fired)
+            fired.update(made[0].model.plan.fired + made[0].model.plan.kernels)
     return Outcome("passed", fired=tuple(fired))
 
 

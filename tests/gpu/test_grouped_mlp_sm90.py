@@ -318,11 +318,11 @@ def test_parts_of_the_pattern():
     alone = fz.Sequential(fz.GroupedLinear(8, HIDDEN, 64, **options))
     for mlp, extra, names in (
         (pair, (splits, scales), ("grouped_linear_glu_sm90",)),
-        (alone, (splits,), ("grouped_linear_sm90",)),
+        (alone, (splits,), ("sm90",)),
     ):
         leaves = (x, *mlp.parameters())
         y = mlp(x, *extra)
-        assert mlp.plan.fired == names
+        assert mlp.plan.fired + mlp.plan.kernels == names
         dy = torch.randn_like(y)
         fused = (y, *torch.autograd.grad(y, leaves, dy))
         with assume_target("sm80"):
@@ -375,7 +375,7 @@ def test_only_some_need_gradients(trained, bias):
         leaf.requires_grad_(name in trained)
     extra = (splits, scales, splits, scales)[: mlp.num_extra_inputs]
     y = mlp(x, *extra)
-    assert all("sm90" in name for name in mlp.plan.fired)
+    assert all("sm90" in name for name in mlp.plan.fired + mlp.plan.kernels)
     grads = torch.autograd.grad(y, [leaves[name] for name in trained], dy)
     for name, got in {"y": y, **dict(zip(trained, grads, strict=True))}.items():
         assert not got.isnan().any(), name

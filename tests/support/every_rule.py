@@ -1,4 +1,4 @@
-"""Every built-in rule, and a module that it takes whole: the table that tests go through."""
+"""Every built-in rule and row of kernels, and a module for it: the table that tests go through."""
 
 import torch
 from number_formats import BLOCK_FP8, RECIPES
@@ -97,7 +97,7 @@ FITS = {
         ),
         "sm90",
     ),
-    "grouped_linear_sm90": (
+    "GroupedLinear.sm90": (
         lambda: grouped_case(fz.GroupedLinear(4, 16, 24, **GROUPED)),
         "sm90",
     ),
@@ -109,7 +109,7 @@ FITS = {
         ),
         "sm90",
     ),
-    "grouped_linear_sm90 mxfp8": (
+    "GroupedLinear.sm90 mxfp8": (
         lambda: grouped_case(fz.GroupedLinear(4, 64, 96, **GROUPED)),
         "sm90",
     ),
@@ -121,11 +121,11 @@ FITS = {
         ),
         "sm90",
     ),
-    "grouped_linear_sm90_fp8": (
+    "GroupedLinear.sm90_fp8": (
         lambda: grouped_case(fz.GroupedLinear(4, 144, 272, **GROUPED)),
         "sm90",
     ),
-    "linear_sm90_fp8": (
+    "BasicLinear.sm90_fp8": (
         lambda: (
             fz.Sequential(fz.BasicLinear(144, 272, dtype=torch.bfloat16)),
             (dense(6, 144),),
@@ -140,7 +140,7 @@ FITS = {
         ),
         "sm100",
     ),
-    "grouped_linear_sm100": (
+    "GroupedLinear.sm100": (
         lambda: grouped_case(fz.GroupedLinear(4, 64, 192, **GROUPED)),
         "sm100",
     ),
@@ -148,8 +148,14 @@ FITS = {
 
 
 def rule_of(name):
-    """The rule that a case is of."""
+    """The rule, or row of an op's kernels, that a case is of."""
     return name.split()[0]
+
+
+def used(plan):
+    """The rules that fired, and the rows of kernels that were selected."""
+    pairs = zip(plan.basic_ops, plan.kernel_rows, strict=True)
+    return (*plan.fired, *[f"{type(op).__name__}.{row.name}" for op, row in pairs if row])
 
 
 def scope_of(name):

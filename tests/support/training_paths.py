@@ -37,6 +37,7 @@ class Path:
     """One way; ``machine`` is whose rules run, by what computes the same as its kernels."""
 
     fired: tuple[str, ...] = ()
+    """Names of rules, then of kernels that are selected for single ops."""
     dtype: torch.dtype = BF16
     recipe: Recipe | None = None
     machine: str = "sm80"
@@ -95,8 +96,8 @@ class Path:
             ref.assert_near(got, want, 2 * (eps * torch.finfo(BF16).eps) ** 0.5)
 
 
-_PARTS90 = ("grouped_linear_glu_sm90", "grouped_linear_sm90")
-_RECIPE_PARTS90 = 2 * ("grouped_linear_sm90",)
+_PARTS90 = ("grouped_linear_glu_sm90", "sm90")
+_RECIPE_PARTS90 = 2 * ("sm90",)
 
 PATHS = {
     "unfused": Path(dtype=FP32),
@@ -114,9 +115,7 @@ PATHS = {
     "sm90 fp8 stored": Path(
         ("grouped_mlp_sm90_fp8",), recipe=BLOCK_FP8, machine="sm90", stored=True
     ),
-    "sm90 fp8 parts": Path(
-        2 * ("grouped_linear_sm90_fp8",), recipe=BLOCK_FP8, machine="sm90", form="parts"
-    ),
+    "sm90 fp8 parts": Path(2 * ("sm90_fp8",), recipe=BLOCK_FP8, machine="sm90", form="parts"),
     "sm90 fp8 experts": Path(
         ("moe_experts_sm90_fp8",), recipe=BLOCK_FP8, machine="sm90", form="experts"
     ),
@@ -127,9 +126,7 @@ PATHS = {
     "sm100 mxfp8": Path(("grouped_mlp_sm100",), recipe=MX, machine="sm100"),
     "sm100 mxfp8 stored": Path(("grouped_mlp_sm100",), recipe=MX, machine="sm100", stored=True),
     "sm100 nvfp4": Path(("grouped_mlp_sm100",), recipe=NV, machine="sm100"),
-    "sm100 mxfp8 parts": Path(
-        2 * ("grouped_linear_sm100",), recipe=MX, machine="sm100", form="parts"
-    ),
+    "sm100 mxfp8 parts": Path(2 * ("sm100",), recipe=MX, machine="sm100", form="parts"),
 }
 
 

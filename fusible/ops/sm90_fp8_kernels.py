@@ -31,7 +31,6 @@ from fusible.kernels.quantize.saved_input import input_values
 from fusible.kernels.sm90 import fp8_times
 from fusible.kernels.sm90.limits import quantizes_activation
 from fusible.kernels.stacking import stacked
-from fusible.ops import GroupedLinear
 from fusible.ops.grouped_kernels import (
     Activated,
     ActivationGrads,
@@ -215,7 +214,7 @@ class Sm90Fp8Kernels(GroupedKernels):
 SM90_FP8 = Sm90Fp8Kernels()
 
 
-def epilogue_quantizes(recipe: Recipe, linear: GroupedLinear, act: Any, *, trains: bool) -> bool:
+def epilogue_quantizes(recipe: Recipe, linear: Any, act: Any, *, trains: bool) -> bool:
     """Whether the epilogue of ``linear`` quantizes the activation that follows.
 
     ``trains``: only if the activation's backward can quantize it, too.

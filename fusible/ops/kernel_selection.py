@@ -1,7 +1,7 @@
-"""The table of kernels of grouped products, and which of them run a linear on a machine.
+"""The table of kernels of grouped products, and what they need of a machine, a recipe and linears.
 
-Kernel selection is not fusion: a row names kernels that run one op, in the place of PyTorch's. The
-rules of grouped MLPs select theirs by the same rows.
+Kernel selection is not fusion: a row names kernels that run one op (`BasicOperation.kernel_rows`),
+in the place of PyTorch's. The rules of grouped MLPs select theirs by the same rows.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from fusible import activations
-from fusible.fused.sm90_fp8_kernels import SM90_FP8
-from fusible.fused.sm100_kernels import SM100
 from fusible.fuser.conditions import (
     Condition,
     at_least,
@@ -22,11 +20,12 @@ from fusible.fuser.conditions import (
     this,
     where,
 )
-from fusible.fuser.rules import KernelRow, rule
+from fusible.fuser.rules import KernelRow
 from fusible.kernels.sm90 import limits as sm90
 from fusible.kernels.sm100 import limits as sm100
-from fusible.ops import BasicLinear, GroupedLinear
 from fusible.ops.grouped_kernels import DEFAULT_KERNELS, GroupedKernels
+from fusible.ops.sm90_fp8_kernels import SM90_FP8
+from fusible.ops.sm100_kernels import SM100
 from fusible.versions import CUDA_DRIVER, CUDNN_FRONTEND, CUTLASS_DSL
 
 SM90_INTERLEAVES = (None, *sm90.INTERLEAVES[1:])
@@ -106,8 +105,8 @@ class GroupedKernelsRow(NamedTuple):
 
     @property
     def for_linear(self) -> KernelRow:
-        """For rules over one grouped linear, `linear`."""
-        return KernelRow(self.name, self.kernels, self.needs(this.linear), self.worth)
+        """For `BasicOperation.kernel_rows` of a linear."""
+        return KernelRow(self.name, self.kernels, self.needs(this.op), self.worth)
 
     @property
     def for_mlp(self) -> KernelRow:
@@ -168,15 +167,3 @@ KERNELS = (
     ),
 )
 """In order of priority."""
-
-
-@rule(phase="kernels", kernels=[SM90_FP8_ROW.for_linear])
-def linear(kernels: GroupedKernels, linear: BasicLinear) -> GroupedKernels:
-    """All rows as one group."""
-    return kernels
-
-
-@rule(phase="kernels", kernels=[row.for_linear for row in KERNELS])
-def grouped_linear(kernels: GroupedKernels, linear: GroupedLinear) -> GroupedKernels:
-    """The three products of all groups, in one launch each."""
-    return kernels

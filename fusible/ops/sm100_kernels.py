@@ -19,7 +19,6 @@ from fusible.kernels.sm100 import limits, operands, ops, padding
 from fusible.kernels.sm100.padding import PaddedGroups
 from fusible.kernels.sm100.quantizer import QuantizeOptions
 from fusible.kernels.stacking import write
-from fusible.ops import GroupedLinear
 from fusible.ops.casting import format_of_grad
 from fusible.ops.grouped_kernels import (
     Activated,
@@ -51,7 +50,7 @@ class Sm100Kernels(GroupedKernels):
         """See `GroupedKernels`."""
         return "quantized operands, in all products"
 
-    def groups(self, linear: GroupedLinear, ends: Tensor, num_rows: int) -> PaddedGroups:
+    def groups(self, linear: Any, ends: Tensor, num_rows: int) -> PaddedGroups:
         """Each group padded to whole 256 rows, unless the caller promises that they are."""
         aligned = linear.split_alignment % limits.GROUP_ROWS == 0
         return padding.pad_groups(ends, num_rows, aligned)
