@@ -52,6 +52,10 @@ class MoEExperts(FusedOperation):
         """The operands of the grouped MLP, for ``explain``."""
         return self._mlp.multiplies(recipe) + (_GATHERS if self._gathers else "")
 
+    def describe_tiles(self, *given: Any) -> Sequence[Any]:
+        """See `GroupedKernels`."""
+        return self._mlp.describe_tiles(*given)
+
     def notes(self, dtype: str, target: Any) -> tuple[str, ...]:
         """Notes on what overlaps the exchanges of a group."""
         if self._basic_ops[0].process_group is None:

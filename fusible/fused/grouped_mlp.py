@@ -9,10 +9,12 @@ from torch import Tensor
 
 from fusible.fused.fp8_fast_path import Fp8MLPFastPath
 from fusible.fuser.conditions import equal, multiple_of, one_of, this, where
+from fusible.fuser.context import OperationContext
 from fusible.fuser.plan import Plan
 from fusible.fuser.plan_key import PlanKey
 from fusible.fuser.rules import rule
 from fusible.fuser.schedule import FastPath
+from fusible.fuser.target import Target
 from fusible.fuser.tracing import hooks_hold_saved, keeps_graph
 from fusible.kernels.quantize.k_major import ScaledMatrix
 from fusible.kernels.quantize.saved_input import input_values, quantize_input
@@ -68,6 +70,15 @@ class GroupedLinearGLU(FusedOperation):
 
     _basic_ops: tuple[GroupedLinear, Activation]
 
+    def describe_tiles(
+        self, target: Target, op: Any, ctx: OperationContext, rows: int
+    ) -> Sequence[Any]:
+        """See `GroupedKernels`."""
+        linear, act = self._basic_ops
+        if op is act:
+            return ()
+        return DEFAULT_KERNELS.describe_tiles(target, linear, ctx, rows, (act, None))
+
     def fast_path(self, plan: Plan, key: PlanKey) -> LinearFastPath | None:
         """A fast path with the unfused backward of both ops."""
         return LinearFastPath.of(plan, key, *self._basic_ops)
@@ -107,6 +118,14 @@ class GroupedMLP(FusedOperation):
     def multiplies(self, recipe: Recipe) -> str:
         """The operands of the kernels, for ``explain``."""
         return self.kernels.multiplies(recipe, *self._basic_ops)
+
+    def describe_tiles(
+        self, target: Target, op: Any, ctx: OperationContext, rows: int
+    ) -> Sequence[Any]:
+        """See `GroupedKernels`."""
+        fc1, act, fc2 = self._basic_ops
+        acts = {fc1: (act, None), fc2: (None, act)}.get(op)
+        return self.kernels.describe_tiles(target, op, ctx, rows, acts) if acts else ()
 
     def fast_path(self, plan: Plan, key: PlanKey) -> FastPath | None:
         """With the default kernels or by FP8 products on Hopper, as a node of its own."""

@@ -177,7 +177,6 @@ class _Planning:
     def __init__(self, module: nn.Module, target: Target | None) -> None:
         self.planned: list[PlannedRun] = []  # in the order of the call
         self.errors: dict[Any, str] = {}  # what ops would raise
-        self._decided: dict[Any, tuple[str, ...]] = {}
         self._module, self._target = module, target
         self._names: dict[Any, str] = {}
         self._hiding: dict[Any, tuple[str, ...]] = {}
@@ -192,7 +191,7 @@ class _Planning:
         where = first if first == last else f"{first} to {last}"
         plan = run.plan_for(key, self._target or target_of(key.device))
         schedule = run.make_schedule(plan, key)
-        planned = PlannedRun(where, run, plan, self._decided)
+        planned = PlannedRun(where, run, plan)
         if schedule.split is not None:  # each part of which is planned in its turn
             self._split.append((planned, schedule.split.parts))
             return schedule
@@ -203,13 +202,18 @@ class _Planning:
                 op.check_plan(needs, recipe, backward=True)
             except ValueError as error:
                 self._note(op, error)
-        return unfused(schedule, lambda op: partial(self._forward_or_note, op))
+        return unfused(schedule, lambda op: partial(self._forward_or_note, planned, op))
 
     def _note(self, op: Any, error: Exception) -> None:
         self.errors.setdefault(op, f"{self._names[op]} ({type(op).__name__}): {error}")
 
     def _forward_or_note(
-        self, op: Any, contexts: list[OperationContext], x: Tensor, extra_inputs: Any
+        self,
+        planned: PlannedRun,
+        op: Any,
+        contexts: list[OperationContext],
+        x: Tensor,
+        extra_inputs: Any,
     ) -> Any:
         """The op's outputs; where its forward raises, the error is noted.
 
@@ -218,7 +222,8 @@ class _Planning:
         (context,) = contexts
         try:
             outputs = call_fuser_forward(op, contexts, x, extra_inputs)
-            self._decided[op] = op.call_notes(context) + self._hiding[op]
+            tiles = _tiles(planned.plan, op, context, x)
+            planned.decided[op] = (*tiles, *op.call_notes(context), *self._hiding[op])
             return outputs
         except (TypeError, ValueError) as error:
             self._note(op, error)
@@ -240,7 +245,25 @@ class _Planning:
             if len(found) == len(runs):
                 at = self.planned.index(found[0])
                 made = of_parts(whole.plan, [p.plan for p in found])
-                self.planned[at : at + len(found)] = [replace(whole, plan=made)]
+                decided = {op: notes for p in found for op, notes in p.decided.items()}
+                joined = replace(whole, plan=made, decided=decided)
+                self.planned[at : at + len(found)] = [joined]
+
+
+def _tiles(plan: Plan, op: Any, context: OperationContext, x: Tensor) -> Iterator[str]:
+    """A note on the tiles of an op's products with ``x``, if what runs it alone tells them."""
+    places = [at for at, one in enumerate(plan.basic_ops) if one is op]
+    runs_on: list[Any] = [row.kernels for at in places if (row := plan.kernel_rows[at])]
+    runs_on += [f.built for f in plan.fusions for at in places if f.start <= at < f.stop]
+    describe = getattr(runs_on[0], "describe_tiles", None) if runs_on else None
+    rows, needs = x.shape[:-1].numel(), context.needs
+    if describe is None or len(places) > 1 or len(runs_on) > 1 or rows == 0:
+        return
+    wanted = True, needs.input, any(needs.params[:1])
+    names = "forward", "data gradient", "weight gradient"
+    found = zip(names, wanted, describe(plan.target, op, context, rows), strict=False)
+    if said := [f"{name} {tile}" for name, is_needed, tile in found if is_needed]:
+        yield f"tiles for {rows} rows: {', '.join(said)}"
 
 
 @contextmanager
@@ -343,7 +366,8 @@ def _blocks(plan: Plan, decided: dict[Any, tuple[str, ...]]) -> list[list[str]]:
             continue
         lines = [f"{type(fusion.built).__name__} by {fusion.name}, forward and backward"]
         for i in range(at, fusion.stop):
-            lines.extend([f"  [{i}] {plan.basic_ops[i]}", *_cast(plan, i), *said[i]])
+            notes = [f"    {note}" for note in (*_cast(plan, i), *said[i])]
+            lines.extend([f"  [{i}] {plan.basic_ops[i]}", *notes])
         lines.extend(_saves(plan, fusion.built, at))
         lines.extend(_multiplies(*plan.recipes[at], fusion.built))
         lines.extend(f"  {note}" for note in fusion.built.notes(plan.facts[at].dtype, plan.target))

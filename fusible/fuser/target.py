@@ -32,8 +32,13 @@ class Target:
     None off CUDA. ``cudnn_frontend`` and ``cutlass_dsl`` are the versions of nvidia-cudnn-frontend
     and nvidia-cutlass-dsl; unless said, those installed here, or those that this package depends
     on. ``cuda_driver`` is the CUDA version that the GPU's driver supports, ``triton`` whether
-    Triton is installed, which comes with PyTorch for CUDA. An AMD GPU is ``"rocm"``, which has no
-    ``sm`` whatever PyTorch calls its device and its capability.
+    Triton is installed, which comes with PyTorch for CUDA. ``multiprocessors`` is their number on
+    the GPU, at least 2, by default that of an H200. An AMD GPU is ``"rocm"``, which has no ``sm``
+    whatever PyTorch calls its device and its capability.
+
+    Raises:
+        TypeError: an option has another type.
+        ValueError: there are fewer multiprocessors.
     """
 
     device: str
@@ -46,9 +51,14 @@ class Target:
     )
     cuda_driver: Version | None = CUDA_DRIVER
     triton: bool = True
+    multiprocessors: int = 132
 
     def __post_init__(self) -> None:
         check_bools("Target", triton=self.triton)
+        if not isinstance(count := self.multiprocessors, int):
+            raise TypeError(f"multiprocessors of Target must be an integer, got {count!r:.200}")
+        if count < 2:  # as a cluster has blocks
+            raise ValueError(f"multiprocessors of Target must be at least 2, got {count}")
 
     @classmethod
     def parse(cls, spec: Target | str) -> Target:
@@ -104,7 +114,8 @@ def target_of(device: torch.device) -> Target:
     if device not in _cuda_targets:
         major, minor = torch.cuda.get_device_capability(device)
         packages = installed("nvidia-cudnn-frontend"), installed("nvidia-cutlass-dsl")
-        target = Target("cuda", 10 * major + minor, *packages, _driver(), has_triton())
+        count = torch.cuda.get_device_properties(device).multi_processor_count
+        target = Target("cuda", 10 * major + minor, *packages, _driver(), has_triton(), count)
         _cuda_targets[device] = target
     return _cuda_targets[device]
 

@@ -10,6 +10,7 @@ is kernel selection (`fusible.ops.kernel_selection`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -18,14 +19,21 @@ from torch import Tensor
 from fusible.calls import is_traced
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
+from fusible.fuser.target import Target
 from fusible.kernels import grouped
 from fusible.kernels.dense import scaled_mm
 from fusible.kernels.quantize.k_major import ScaledMatrix, elements_and_scale
+from fusible.kernels.sm90 import limits, tiles
 from fusible.ops.matrices import as_2d, buffer_rows
 from fusible.ops.wgrad import WeightGradient, dense_gradient, grouped_gradient
 from fusible.recipes.formats import NumberFormat, value_dtype
 from fusible.recipes.matrix import OperandData, QuantizedMatrix, Uses
-from fusible.recipes.product import backward_operand, operand_values, quantize_operand
+from fusible.recipes.product import (
+    backward_operand,
+    is_quantized,
+    operand_values,
+    quantize_operand,
+)
 from fusible.recipes.quantize_ops import compute_dtype, dequantize_matrix
 from fusible.recipes.recipe import Recipe, Role
 from fusible.recipes.stored import StoredWeights
@@ -117,6 +125,27 @@ class GroupedKernels:
         ``ops`` are a linear, or the three of a grouped MLP.
         """
         return "values of quantized operands, in BF16 on CUDA"
+
+    def describe_tiles(
+        self, target: Target, op: Any, ctx: OperationContext, rows: int, acts: Any = (None, None)
+    ) -> Sequence[Any]:
+        """The tiles of a linear's forward, data gradient and weight gradient, for ``explain``.
+
+        Of the linear ``op``, for ``rows`` rows, at least one; empty where they are not known.
+        ``ctx`` is that of a forward. Of ``acts``, `glu` has the first in its epilogue, `dglu` the
+        backward of the second.
+        """
+        stored = ctx.quantizes or any([is_quantized(w) for w in ctx.parameters])
+        if (
+            self is not DEFAULT_KERNELS
+            or target.sm != limits.ARCHITECTURE
+            or ctx.column_major
+            or (stored and not ctx.requires_grad)  # `few_rows` may multiply by stored weights
+            or getattr(ctx.recipe, "backward_override", None) is not None
+        ):
+            return ()
+        act, dact = [None if one is None else one.glu for one in acts]
+        return tiles.of_linear(op, rows, target.multiprocessors, act, dact)
 
     saves_input = True
     """Whether `prepare_rows` in high precision gives the input itself, ``[rows, features]``."""

@@ -10,6 +10,7 @@ FP32 and give BF16.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fusible.fuser.context import OperationContext
+from fusible.fuser.target import Target
 from fusible.kernels import grouped
 from fusible.kernels.quantize.glu_backward import quantize_glu_backward, writes_activation
 from fusible.kernels.quantize.k_major import (
@@ -28,7 +30,7 @@ from fusible.kernels.quantize.k_major import (
     transposed,
 )
 from fusible.kernels.quantize.saved_input import input_values
-from fusible.kernels.sm90 import fp8_times
+from fusible.kernels.sm90 import fp8_times, tiles
 from fusible.kernels.sm90.limits import quantizes_activation
 from fusible.kernels.stacking import stacked
 from fusible.ops.grouped_kernels import (
@@ -79,6 +81,18 @@ class Sm90Fp8Kernels(GroupedKernels):
             return f"{says}, after another that finds the scales of whole groups and weights"
         sizes = [(linear.in_features, linear.out_features) for linear in ops[::2]]
         return f"{says}; {fp8_times.speed_note(sizes)}"
+
+    def describe_tiles(
+        self, target: Target, op: Any, ctx: OperationContext, rows: int, acts: Any = (None, None)
+    ) -> Sequence[Any]:
+        """See `GroupedKernels`; none of a dense linear, whose products may be PyTorch's."""
+        (act, _), sms = acts, target.multiprocessors
+        if op.num_groups is None or ctx.column_major:
+            return ()
+        if act is None:
+            return tiles.of_linear(op, rows, sms, fp8=True)
+        quantized = epilogue_quantizes(ctx.recipe, op, act, trains=ctx.requires_grad)
+        return tiles.of_linear(op, rows, sms, act.glu, fp8=True, quantized=quantized)
 
     def rows_format(self, ctx: OperationContext, dtype: torch.dtype) -> NumberFormat | None:
         """See `GroupedKernels`: one of blocks of a row."""

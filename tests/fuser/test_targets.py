@@ -60,6 +60,8 @@ def test_a_machine_without_a_driver(monkeypatch):
 def pretended(monkeypatch):
     """A GPU of capability 9.0 whose driver supports CUDA 12.9."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    properties = SimpleNamespace(multi_processor_count=78)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: properties)
     monkeypatch.setattr(targets.ctypes, "CDLL", lambda _: Driver)
     monkeypatch.setattr(targets, "_cuda_targets", {})
     gpu.capability.cache_clear()
@@ -69,6 +71,7 @@ def pretended(monkeypatch):
 
 def test_an_amd_gpu_is_never_taken_for_hopper(pretended):
     assert targets.target_of(GPU).sm == 90
+    assert targets.target_of(GPU).multiprocessors == 78
     pretended.setattr(torch.version, "hip", "7.0")
     assert targets.target_of(GPU) == fz.Target("rocm")
     assert gpu.capability(GPU) == (0, 0)

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from fusible.kernels.glu import Glu
 from fusible.kernels.sm90.limits import fits_256_columns
-from fusible.kernels.sm90.spec import WARPGROUP_ROWS, Tile
+from fusible.kernels.sm90.spec import BACKWARD, FORWARD, WARPGROUP_ROWS, Tile
+from fusible.recipes.blocks import padded_size
 from fusible.recipes.formats import FP8_BLOCK
 
 _SMALL = Tile(128, 128, True, 1, 2)
@@ -310,4 +312,36 @@ def choose(
     return min(
         candidates,
         key=lambda tile: microseconds(kind, tile, rows, groups, columns, depth, sms, fp8),
+    )
+
+
+def of_linear(
+    linear: Any,
+    rows: int,
+    sms: int,
+    act: Glu | None = None,
+    dact: Glu | None = None,
+    fp8: bool = False,
+    quantized: bool = False,
+) -> tuple[Tile, Tile, Tile]:
+    """The tiles of a grouped linear's forward, data gradient and weight gradient, for ``explain``.
+
+    Of ``rows`` rows and row-major weights. The epilogue of the forward has the activation ``act``,
+    ``quantized`` or not, that of the data gradient the backward of ``dact``.
+    """
+    groups, n, k = linear.num_groups, linear.out_features, linear.in_features
+    kind, columns, of_act = "store", n, (0, linear.has_bias, "")
+    if act is not None:
+        kind, columns = FORWARD[act.sides - 1], n // act.sides
+        of_act = act.interleave, linear.has_bias, act.activation
+    dkind, of_dact = "store", (0, False, "")
+    if dact is not None:
+        dkind, of_dact = BACKWARD[dact.sides - 1], (dact.interleave, False, dact.activation)
+    # FP8 weights are transposed in memory, FP8 rows of a weight gradient padded by group.
+    major, reduced = ("k", padded_size(rows, groups, FP8_BLOCK)) if fp8 else ("n", rows)
+    rows, reduced = rows_bucket(rows, groups), rows_bucket(reduced, groups)
+    return (
+        choose(kind, rows, groups, columns, k, sms, "k", *of_act, fp8, quantized),
+        choose(dkind, rows, groups, k, n, sms, major, *of_dact, fp8),
+        choose("wgrad", reduced, groups, n, k, sms, fp8=fp8),
     )
