@@ -85,7 +85,7 @@ UNARY: dict[str, ActivationFormula] = {
     "gelu": ActivationFormula(formulas.GELU),
     "qgelu": ActivationFormula(formulas.QGELU),
     "relu": ActivationFormula(formulas.RELU),
-    "srelu": ActivationFormula(formulas.SRELU),
+    "srelu": ActivationFormula(formulas.SRELU, sm100="srelu"),
     "silu": ActivationFormula(formulas.SILU),
 }
 """Functions of each element by name."""

@@ -159,7 +159,11 @@ KERNELS = (
         needs_sm100,
         (
             one_of(this.act.activation, *activations.SM100_ACTIVATIONS),
-            equal(this.act.glu_interleave_size, sm100.INTERLEAVE, _INTERLEAVE_HINT),
+            where(
+                this.act.gated,
+                True,
+                equal(this.act.glu_interleave_size, sm100.INTERLEAVE, _INTERLEAVE_HINT),
+            ),
             where(this.format.input, "none", one_of(this.act.activation, *sm100.BF16_ACTIVATIONS)),
             where(this.format.input, "none", one_of(this.act.clamp, None, sm100.BF16_CLAMP)),
         ),

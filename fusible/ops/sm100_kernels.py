@@ -145,8 +145,11 @@ class Sm100Kernels(GroupedKernels):
         return WeightGradient(gradient, tuple([t for t in given if t is not None]))
 
     def saves_activation(self, ctx: OperationContext, act: Any) -> bool:
-        """Always: its kernel quantizes it for both uses."""
-        return True
+        """That of a gated activation, which its kernel quantizes for both uses.
+
+        The backward's kernel of the others computes it again.
+        """
+        return bool(act.gated)
 
     def row_scales(self, call: LinearCall, scales: Tensor | None) -> Tensor:
         """One FP32 value per padded row, zero for those of padding; ones where None are given."""
@@ -186,10 +189,13 @@ class Sm100Kernels(GroupedKernels):
     ) -> ActivationGrads:
         """See `GroupedKernels`; the kernel sums the bias's gradient."""
         bias, groups = first.linear.needs_bias_grads(first.ctx), second.call.groups
-        d, dscales, dbias = operands.dglu(
+        d, dscales, dbias, recomputed = operands.dglu(
             dy, second.weights, groups, preact, scales, bias=bias, glu=act.glu
         )
-        return ActivationGrads(d, None, dscales, dbias if bias else None)
+        output = None
+        if recomputed is not None and second.lacks_x:
+            output = self.prepare_rows(second.call, recomputed, "input", Uses(column=True)).column
+        return ActivationGrads(d, output, dscales, dbias if bias else None)
 
 
 SM100 = Sm100Kernels()

@@ -380,5 +380,7 @@ def test_an_activation_that_kernels_lack_is_a_reason():
     told = fz.explain(mlp, x, splits, torch.rand(8), splits, target="sm100")
     of_bf16 = "act.activation must be one of swiglu, clamped_qgeglu where format.input is none, got"
     assert f"{of_bf16} situglu" in str(told)
+    plain = fz.Sequential(fz.GroupedLinear(2, 64, 128, **options), fz.SReLU(), mlp[2])
+    assert f"{of_bf16} srelu" in str(fz.explain(plain, x, splits, splits, target="sm100"))
     told = fz.explain(mlp, x, splits, torch.rand(8), splits, target="sm90")
     assert told.fired == ("grouped_mlp_sm90",)

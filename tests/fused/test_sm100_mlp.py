@@ -48,9 +48,10 @@ def under(recipe):
 def mlp(groups, act=None, **options):
     options = {"dtype": BF16, **SINGLE, **options}
     fc2 = options.pop("fc2", {})
+    act = act or fz.ScaledSwiGLU(glu_interleave_size=32)
     module = fz.Sequential(
-        fz.GroupedLinear(groups, HIDDEN, 2 * INNER, **options),
-        act or fz.ScaledSwiGLU(glu_interleave_size=32),
+        fz.GroupedLinear(groups, HIDDEN, INNER * (1 + act.gated), **options),
+        act,
         fz.GroupedLinear(groups, INNER, OUT, **{**options, **fc2}),
     )
     return filled(module)
@@ -186,7 +187,11 @@ def explained(module, given, recipe):
     live = (torch.arange(len(x)) < ends[-1])[:, None]
     acc = product(q(x, "input"), q(w1, "weight", rows=False), b1)
     c = acc.bfloat16()
-    h = q.output(ref_glu(act, acc, interleave) * scales[:, None].float() * live)
+
+    def activated(preact):
+        return q.output(ref_glu(act, preact, interleave) * scales[:, None].float() * live)
+
+    h = activated(acc)
     w2_rows = q(w2, "weight", rows=False)
     y = product(q(h, "input"), w2_rows, b2).bfloat16()
 
@@ -204,6 +209,8 @@ def explained(module, given, recipe):
     w1_columns = q(w1, "weight", columnwise=True, rows=False)
     dx = product(q(dc, "grad"), w1_columns, transposed=True).bfloat16()
     dw1 = wgrad(q(dc, "grad", columnwise=True), q(x * live, "input", columnwise=True))
+    if not act.gated:  # computed again, from what was saved
+        h = activated(c.float())
     dw2 = wgrad(q(dy, "grad", columnwise=True), q(h, "input", columnwise=True))
     return [y, dx, dscales.to(scales.dtype), dw1, db1, dw2, db2]
 
@@ -211,6 +218,8 @@ def explained(module, given, recipe):
 def ref_glu(act, x, interleave):
     if isinstance(act, fz.ScaledSwiGLU):
         return ref.swiglu(x, None, interleave)
+    if isinstance(act, fz.ScaledSReLU):
+        return x.relu() ** 2
     options = act.glu.options
     if isinstance(act, fz.ScaledSiTUGLU):
         return ref.situglu(x, None, interleave, **options)
@@ -221,13 +230,15 @@ ACTS = {
     "swiglu": lambda: fz.ScaledSwiGLU(glu_interleave_size=32),
     "geglu": lambda: fz.ScaledClampedQGeGLU(glu_interleave_size=32),
     "situglu": lambda: fz.ScaledSiTUGLU(glu_interleave_size=32, beta1=1.5, beta2=3.0),
+    "srelu": fz.ScaledSReLU,
 }
+BF16_ACTS = ("swiglu", "geglu")
 NAMES = ("y", "dx", "dscales", "dw1", "db1", "dw2", "db2")
 
 
 @pytest.mark.parametrize(
     ("recipe", "act"),
-    [(recipe, act) for recipe in RECIPES.values() for act in ACTS if recipe or act != "situglu"],
+    [(recipe, act) for recipe in RECIPES.values() for act in ACTS if recipe or act in BF16_ACTS],
 )
 @pytest.mark.parametrize("splits", SPLITS)
 def test_values_are_those_of_the_formats(recipe, act, splits):
@@ -251,15 +262,17 @@ def test_values_are_those_of_the_formats(recipe, act, splits):
         *[(recipe, fz.SwiGLU, fz.ScaledSwiGLU) for recipe in RECIPES.values()],
         *[(recipe, fz.ClampedSwiGLU, fz.ScaledClampedQGeGLU) for recipe in RECIPES.values()],
         *[(recipe, fz.SiTUGLU, fz.ScaledSiTUGLU) for recipe in RECIPES.values() if recipe],
+        *[(recipe, fz.SReLU, fz.ScaledSReLU) for recipe in RECIPES.values() if recipe],
     ],
 )
 def test_without_scales_is_bitwise_with_ones(recipe, plain, scaled):
     rows, sizes = SPLITS["ragged"]
-    module, (x, splits, scales, _) = mlp(3, scaled(glu_interleave_size=32)), inputs(rows, sizes)
+    options = {"glu_interleave_size": 32} if scaled.gated else {}
+    module, (x, splits, scales, _) = mlp(3, scaled(**options)), inputs(rows, sizes)
     ones = torch.ones_like(scales)
     wanted = [x, *module.parameters()]
     want = run(module, (x, splits, ones, splits), recipe, wanted=wanted)
-    other = fz.Sequential(module[0], plain(glu_interleave_size=32), module[2])
+    other = fz.Sequential(module[0], plain(**options), module[2])
     ref.assert_equal(run(other, (x, splits, splits), recipe, wanted=wanted), want)
     assert other.plan.fired == ("grouped_mlp_sm100",)
 
@@ -702,8 +715,8 @@ def test_reasons_tell_what_to_do():
     given = inputs(*SPLITS["ragged"])
     halves = mlp(3, fz.ScaledSwiGLU())
     assert refusal(halves, given, MXFP8) == (
-        "act.glu_interleave_size must be 32, got None; store FC1's weight and bias by "
-        "fusible.interleave_glu and pass glu_interleave_size=32",
+        "act.glu_interleave_size must be 32 where act.gated is True, got None; store FC1's weight "
+        "and bias by fusible.interleave_glu and pass glu_interleave_size=32",
     )
     hybrid = recipes.MXFP8BlockScaling(recipes.Format.HYBRID)
     assert refusal(mlp(3), given, hybrid) == (

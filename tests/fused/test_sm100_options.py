@@ -72,7 +72,7 @@ def cases(draw):
         "buffers": draw(flags),
         "reuse": draw(flags),
         "steps": draw(st.sampled_from([1, 2])),
-        "clamped": draw(flags),
+        "act": draw(st.sampled_from(["swiglu", "clamped", *(["srelu"] if recipe else [])])),
         "hidden": draw(st.sampled_from(FEATURES)),
         "linears": (first, second),
         "seed": draw(seeds),
@@ -209,10 +209,14 @@ def test_the_grouped_mlp(case):
     torch.manual_seed(case["seed"])
     first, second = case["linears"]
     inner = second["features"]
-    kind = fz.ScaledClampedQGeGLU if case["clamped"] else fz.ScaledSwiGLU
-    fc1 = linear_of(case, first, case["hidden"], 2 * inner)
+    act = {
+        "swiglu": fz.ScaledSwiGLU(glu_interleave_size=32),
+        "clamped": fz.ScaledClampedQGeGLU(glu_interleave_size=32),
+        "srelu": fz.ScaledSReLU(),
+    }[case["act"]]
+    fc1 = linear_of(case, first, case["hidden"], 2 * inner if act.gated else inner)
     fc2 = linear_of(case, second, inner, first["features"], scale_bias=case["scale_bias"])
-    module = fz.Sequential(fc1, kind(glu_interleave_size=32), fc2)
+    module = fz.Sequential(fc1, act, fc2)
     x, dy, rows = tensors_of(case, case["hidden"], first["features"])
     splits = torch.tensor(case["sizes"], dtype=case["splits"])
     scales = torch.rand(rows).to(case["scales"]).requires_grad_(case["needs_dscales"])

@@ -49,7 +49,7 @@ def mlp(groups, act=None, single=True, store=None, **options):
     act = act or fz.ScaledSwiGLU(glu_interleave_size=32)
     with fz.quantized_model_init(enabled=store is not None, recipe=store):
         module = fz.Sequential(
-            fz.GroupedLinear(groups, HIDDEN, 2 * INNER, **options),
+            fz.GroupedLinear(groups, HIDDEN, 2 * INNER if act.gated else INNER, **options),
             act,
             fz.GroupedLinear(groups, INNER, OUT, **options),
         )
@@ -124,6 +124,15 @@ def test_clamped_geglu(recipe):
     rows, sizes = SPLITS["ragged"]
     module = mlp(3, fz.ScaledClampedQGeGLU(glu_interleave_size=32))
     given = inputs(rows, sizes)
+    expected = step(module, given, recipe, "cpu")
+    close(step(module, given, recipe, "cuda"), expected, BOUND[recipe])
+
+
+@pytest.mark.parametrize("recipe", [MXFP8, NVFP4], ids=["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("splits", SPLITS)
+def test_srelu(recipe, splits):
+    rows, sizes = SPLITS[splits]
+    module, given = mlp(len(sizes), fz.ScaledSReLU()), inputs(rows, sizes)
     expected = step(module, given, recipe, "cpu")
     close(step(module, given, recipe, "cuda"), expected, BOUND[recipe])
 

@@ -150,7 +150,7 @@ def _device_only():
 
     import cudnn.api_base
 
-    for part in ("glu", "dglu", "quant", "wgrad", "unfused"):
+    for part in ("glu", "dglu", "srelu", "dsrelu", "quant", "wgrad", "unfused"):
         importlib.import_module(f"cudnn.gemm.cutedsl.grouped.{part}.api")
     for part in ("glu", "dglu", "wgrad"):
         importlib.import_module(f"cudnn.gemm.cutedsl.grouped.{part}._blockscaled_api")

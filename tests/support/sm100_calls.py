@@ -18,6 +18,7 @@ SINGLE = {"single_grouped_weight": True, "single_grouped_bias": True, "dtype": B
 SWIGLU = fz.ScaledSwiGLU(glu_interleave_size=32)
 GEGLU = fz.ScaledClampedQGeGLU(glu_interleave_size=32)
 SITUGLU = fz.ScaledSiTUGLU(glu_interleave_size=32)
+SRELU = fz.ScaledSReLU()
 MLP_CALLS = ["glu", "quant", "dglu", "wgrad", "quant", "wgrad"]
 
 # Arguments that change no kernel: compiled once for all of their values.
@@ -47,7 +48,7 @@ def module_of(recipe, options, act, groups=3, scale_bias=None, device="cpu"):
     store = fz.quantized_model_init(recipe=recipe) if pointers and recipe else nullcontext()
     with store:
         module = fz.Sequential(
-            fz.GroupedLinear(groups, 128, 256, **options, device=device),
+            fz.GroupedLinear(groups, 128, 256 if act.gated else 128, **options, device=device),
             copy.deepcopy(act),
             fz.GroupedLinear(groups, 128, 192, **options, scale_bias=scale_bias, device=device),
         )
@@ -111,7 +112,11 @@ def every_configuration(recipe, single, groups, device="cpu", pairs=True):
     acts = (SWIGLU, GEGLU) if recipe is None else (SWIGLU, GEGLU, SITUGLU)
     mlps = [*product(kinds, biases, acts)]
     mlps = [case for case in (mlps if pairs else every_pair(mlps)) if case[0] == kind]
-    for _, (bias, ordered), act in [*mlps, (kind, ("scaled", False), SWIGLU)]:
+    mlps.append((kind, ("scaled", False), SWIGLU))
+    if recipe is not None:  # its kernels are others, and sum a bias in an order as well
+        of_srelu = (*biases, ("plain", True)) if pairs else (("none", False), ("plain", True))
+        mlps.extend((kind, bias, SRELU) for bias in of_srelu)
+    for _, (bias, ordered), act in mlps:
         options = {**SINGLE, "single_grouped_weight": single, "bias": bias != "none"}
         module = module_of(recipe, options, act, groups, bias == "scaled", device)
         name = f"mlp, {bias} bias, {type(act).__name__}{', ordered' if ordered else ''}"
@@ -127,9 +132,10 @@ def every_configuration(recipe, single, groups, device="cpu", pairs=True):
 
 def count_of(recipe, single):
     """How many kernels `every_configuration` calls."""
-    acts = 2 if recipe is None else 3
+    acts = 2 if recipe is None else 4
     glu = 2 * acts  # with bias, without
-    dglu = acts * (2 if recipe is None else 3)  # with its sum, without, that in an order
+    # With its sum, without, that in an order; of SReLU both in an order.
+    dglu = acts * 2 if recipe is None else acts * 3 + 1
     # Bias, scaled or not (BF16's kernel takes a scale always), and the data gradient, whose weights
     # are k-major in NVFP4 as the forward's are.
     gemm = 4 if recipe == MXFP8 else 3

@@ -418,6 +418,107 @@ def test_dglu_values(kind: str, act: str) -> None:
         torch.testing.assert_close(done["amax_tensor"][2, :, 0], halves.float())
 
 
+def in_kernel_layout(call: dict) -> dict:
+    """Operands as the SReLU wrappers take them."""
+
+    def rows(t: Tensor) -> Tensor:
+        m, x = t.shape
+        return t.as_strided((m, x, 1), (x, 1, m * x))
+
+    scales = {name: call[name].permute(3, 4, 1, 5, 2, 0) for name in ("sfa_tensor", "sfb_tensor")}
+    b = call["b_tensor"].permute(1, 2, 0)
+    return {**call, **scales, "a_tensor": rows(call["a_tensor"]), "b_tensor": b}
+
+
+def per_row(t: Tensor) -> Tensor:
+    return t.as_strided((len(t), 1, 1), (1, 1, len(t)))
+
+
+def physical(view: Tensor) -> Tensor:
+    """Scales as they lie, of the kernels' view."""
+    return view.permute(5, 2, 4, 0, 1, 3)
+
+
+def column_numbers(d: Tensor, scales: Tensor, ends: list[int]) -> Tensor:
+    """FP64 values of the groups' rows, of column-wise output with the scales of each group."""
+    width, start, found, at = -(-d.shape[1] // 128) * 128, 0, [], 0
+    for end in ends:
+        blocks = (end - start) // 32
+        count = width * -(-blocks // 4) * 4
+        region = flat(scales)[at : at + count].view(width // 128, -1, 32, 4, 4)
+        byte = region.permute(0, 3, 2, 1, 4).reshape(width, -1)[: d.shape[1], :blocks]
+        found.append(mxfp8_numbers(d[start:end].mT.contiguous(), byte).mT)
+        start, at = end, at + count
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("kind", ["mxfp8", "nvfp4"])
+def test_srelu_values(kind: str) -> None:
+    call, a, b = CALLS[kind](*SHAPE)
+    m, n, _, ends = SHAPE
+    end, expert = ends[-1], owner(ends)
+    prob, bias = torch.rand(m) + 0.5, torch.randn(len(ends), n).to(BF16)
+    quantized = {"d_dtype": F8, "norm_const_tensor": ONE, "discrete_col_sfd": True}
+    done = emulator.grouped_gemm_srelu_wrapper_sm100(
+        **in_kernel_layout(call),
+        **(quantized if kind == "mxfp8" else {}),
+        prob_tensor=per_row(prob),
+        bias_tensor=bias.t(),
+    )
+    c = grouped(a, b, ends) * call["alpha_tensor"].double()[expert, None] + bias[expert].double()
+    h = c.clamp(min=0) ** 2 * prob[:end, None].double()
+    got_c, d = done["c_tensor"][..., 0], done["d_tensor"][..., 0]
+    torch.testing.assert_close(got_c[:end].double(), c, rtol=0.004, atol=1e-4)
+    if kind == "nvfp4":
+        torch.testing.assert_close(d[:end].double(), h, rtol=0.004, atol=1e-4)
+        torch.testing.assert_close(done["amax_tensor"][2, 0], h[expert == 2].amax().float())
+        assert done["amax_tensor"][1, 0] == -torch.inf
+        return
+    assert relative(unpacked(d, physical(done["sfd_row_tensor"]), end), h) < 0.04
+    columns = done["d_col_tensor"][..., 0], physical(done["sfd_col_tensor"])
+    assert relative(column_numbers(*columns, ends), h) < 0.04
+
+
+@pytest.mark.parametrize("kind", ["mxfp8", "nvfp4"])
+def test_dsrelu_values(kind: str) -> None:
+    """Alpha once; the activation again, of the rounded pre-activation."""
+    call, a, b = CALLS[kind](*SHAPE)
+    m, n, _, ends = SHAPE
+    end, expert = ends[-1], owner(ends)
+    c, prob, before = (2 * torch.randn(m, n)).to(BF16), torch.rand(m) + 0.5, torch.randn(m)
+    dprob = before.clone()
+    quantized = {"d_dtype": F8, "norm_const_tensor": ONE, "discrete_col_sfd": True}
+    done = emulator.grouped_gemm_dsrelu_wrapper_sm100(
+        **in_kernel_layout(call),
+        **(quantized if kind == "mxfp8" else {}),
+        c_tensor=c.as_strided((m, n, 1), (n, 1, m * n)),
+        prob_tensor=per_row(prob),
+        dprob_tensor=per_row(dprob),
+        generate_dbias=True,
+    )
+    dh = grouped(a, b, ends) * call["alpha_tensor"].double()[expert, None]
+    pre = c[:end].double().requires_grad_()
+    weight = prob[:end].double().requires_grad_()
+    h = pre.relu() ** 2 * weight[:, None]
+    h.backward(dh)
+    added = dprob[:end] - before[:end]
+    torch.testing.assert_close(added.double(), weight.grad, rtol=1e-4, atol=1e-3)
+    assert torch.equal(dprob[end:], before[end:])
+    dbias = torch.zeros(3, n, dtype=torch.float64).index_add_(0, expert, pre.grad)
+    assert relative(done["dbias_tensor"][:, :, 0], dbias) < 0.005
+    d, again = done["d_row_tensor"][..., 0], done["d_srelu_tensor"][..., 0]
+    if kind == "nvfp4":
+        assert relative(d[:end], pre.grad) < 0.003
+        assert relative(again[:end], h.detach()) < 0.003
+        assert done["amax_tensor"].shape == (3, 1)
+        return
+    assert relative(unpacked(d, physical(done["sfd_row_tensor"]), end), pre.grad) < 0.04
+    columns = done["d_col_tensor"][..., 0], physical(done["sfd_col_tensor"])
+    assert relative(column_numbers(*columns, ends), pre.grad) < 0.04
+    columns = again, physical(done["sfd_col_d_srelu_tensor"])
+    assert relative(column_numbers(*columns, ends), h.detach()) < 0.04
+
+
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("kind", ["mxfp8", "nvfp4"])
 def test_quant_values(kind: str, with_bias: bool) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from sm100_operands import BF16, E4M3, E8M0, F8, FP4, addresses, flat
-from test_sm100_emulator import bf16_call, mxfp8_call, nvfp4_call
+from test_sm100_emulator import bf16_call, in_kernel_layout, mxfp8_call, nvfp4_call, per_row
 from torch import Tensor
 
 from fusible.testing import emulator_sm100 as emulator
@@ -42,6 +42,11 @@ def base(wrapper: str, kind: str = "mxfp8") -> dict[str, Any]:
         call["dprob_tensor"] = torch.zeros(M)
     if wrapper in ("quant", "plain"):
         call["d_tensor"] = torch.zeros(M, N, dtype=BF16)
+    if wrapper in ("srelu", "dsrelu"):
+        call = in_kernel_layout(call) | {"prob_tensor": per_row(torch.ones(M))}
+    if wrapper == "dsrelu":
+        c = torch.randn(M, N).to(BF16).as_strided((M, N, 1), (N, 1, M * N))
+        call |= {"c_tensor": c, "dprob_tensor": per_row(torch.zeros(M))}
     return call
 
 
@@ -88,6 +93,8 @@ def shifted(x: Tensor) -> Tensor:
 def discrete(call: dict[str, Any]) -> dict[str, Any]:
     """The weights of a call, behind pointers."""
     b, sfb = call["b_tensor"], call.get("sfb_tensor")
+    if call["a_tensor"].dim() == 3:  # as the SReLU wrappers take it
+        b, sfb = b.permute(2, 0, 1), sfb.permute(5, 2, 4, 0, 1, 3)
     tables = {"b_tensor": None, "b_ptrs": addresses(kept(b)), "n": b.shape[1], "b_dtype": b.dtype}
     if sfb is not None:
         tables |= {"sfb_tensor": None, "sfb_ptrs": addresses(kept(sfb))}
@@ -201,6 +208,20 @@ OWN = [
     ("dglu", "mxfp8", change(act_func="swiglu"), "act_func"),
     ("dglu", "mxfp8", change(generate_dbias=True, deterministic=True), "deterministic"),
     ("dglu", "nvfp4", change(b_tensor=lambda x: x.mT.contiguous(), b_major="n"), "K-major"),
+    ("srelu dsrelu", "mxfp8", change(a_tensor=lambda x: x[..., 0]), r"must be \(M, X, 1\)"),
+    ("srelu dsrelu", "mxfp8", change(a_tensor=lambda x: x.as_strided(x.shape, (K, 1, 1))), "stri"),
+    ("srelu dsrelu", "mxfp8", change(prob_tensor=torch.ones(M)), r"must be \(M, X, 1\)"),
+    ("srelu dsrelu", "mxfp8", change(prob_tensor=None), "prob_tensor is required"),
+    ("srelu dsrelu", "mxfp8", change(sfa_tensor=lambda x: x.permute(5, 2, 4, 0, 1, 3)), "a view"),
+    ("srelu dsrelu", "mxfp8", change(sfb_tensor=None), "sfb_tensor is required"),
+    ("srelu dsrelu", "mxfp8", change(b_tensor=lambda x: x.permute(2, 0, 1)), "contiguous"),
+    ("srelu dsrelu", "mxfp8", change(norm_const_tensor=None), "norm_const_tensor is required"),
+    ("srelu dsrelu", "mxfp8", change(d_dtype=None), "FP8 D with scales"),
+    ("srelu dsrelu", "mxfp8", change(sfa_tensor=None), "block-scaled"),
+    ("srelu", "mxfp8", change(c_dtype=F8), "c_dtype"),
+    ("dsrelu", "mxfp8", change(c_tensor=lambda x: x[..., 0]), r"c_tensor must be \(M, X, 1\)"),
+    ("dsrelu", "mxfp8", change(c_tensor=lambda x: x.double()), "c_tensor must be BF16"),
+    ("dsrelu", "mxfp8", change(dprob_tensor=None), "dprob_tensor is required"),
     ("quant", "mxfp8", change(d_dtype=F8), "d_dtype"),
     ("quant", "mxfp8", change(d_tensor=torch.ones(M, N)), "d_tensor must be"),
     ("quant", "mxfp8", change(d_tensor=torch.ones(N, M).to(BF16).t()), "contiguous"),
@@ -275,6 +296,7 @@ def test_each_broken_rule_of_pointer_tables_is_refused(changed: Callable, senten
         ("quant", "mxfp8"),
         ("quant", "nvfp4"),
         ("plain", "bf16"),
+        *[(w, kind) for w in ("srelu", "dsrelu") for kind in ("mxfp8", "nvfp4")],
     ],
 )
 def test_nothing_is_refused_where_no_rule_is_broken(wrapper: str, kind: str) -> None:

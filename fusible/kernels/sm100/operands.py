@@ -157,9 +157,9 @@ def glu(
 ) -> tuple[Tensor, Operand | UnquantizedRows]:
     """The first linear with the activation: BF16 ``c``, and ``d`` of the second linear's operand.
 
-    ``c = x @ w[e].T + bias[e]`` and ``d = glu(c) * prob``, gate and linear features alternating in
-    blocks of 32. ``d`` is taken from the unrounded product; of MXFP8 operands it is quantized for
-    both uses, of others it is BF16. ``prob`` is FP32, one value a row.
+    ``c = x @ w[e].T + bias[e]`` and ``d = glu(c) * prob``; of a gated activation, gate and linear
+    features alternate in blocks of 32. ``d`` is taken from the unrounded product; of MXFP8 operands
+    it is quantized for both uses, of others it is BF16. ``prob`` is FP32, one value a row.
     """
     bias = None if bias is None else aligned(bias)
     c, *d = ops.glu(_product(x, w, padded), bias, prob, glu)
@@ -186,14 +186,20 @@ def dglu(
     *,
     bias: bool,
     glu: Glu,
-) -> tuple[Operand | UnquantizedRows, Tensor, Tensor]:
+) -> tuple[Operand | UnquantizedRows, Tensor, Tensor, Operand | UnquantizedRows | None]:
     """Gradients of ``c``, of ``prob`` (of the rows without padding) and of the bias ``[E, N]``.
 
     From ``dy @ w[e]`` and the arguments and results of `glu`. The gradient of ``c`` has the form of
-    its ``d``; without ``bias`` the third has no rows.
+    its ``d``; without ``bias`` the third has no rows. The fourth is the activation again, for the
+    weight gradient of the second linear, of an activation that is not gated; else None.
     """
-    *d, dprob, dbias = ops.dglu(_product(dy, w, padded), c, prob, bias, glu)
-    return _written(dy, d), unpad_rows(dprob, padded), dbias
+    *d, dprob, dbias, again, again_scales = ops.dglu(_product(dy, w, padded), c, prob, bias, glu)
+    recomputed: Operand | UnquantizedRows | None = None
+    if isinstance(dy, QuantizedMatrix) and again.dtype == FP8:
+        recomputed = Operand(None, QuantizedMatrix(again, again_scales, None, dy.format, True))
+    elif glu.sides == 1:
+        recomputed = UnquantizedRows(again, None)
+    return _written(dy, d), unpad_rows(dprob, padded), dbias, recomputed
 
 
 def gemm(

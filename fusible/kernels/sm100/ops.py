@@ -139,19 +139,63 @@ def _multiply(
     operands = _weight_arguments(p, n, n_major)
     if x.dtype in VECTOR:
         operands |= {"sfa_tensor": p.x_scales, "sf_vec_size": VECTOR[x.dtype]}
-    return _run(
+    arguments |= {"a_tensor": _as_element(x), **operands}
+    in_kernel_layout = wrapper in _KERNEL_LAYOUT
+    if in_kernel_layout:
+        arguments = _kernel_layout(arguments, n, n_major)
+    outputs = _run(
         x.device,
         wrapper,
         (x.dtype, len(w), w[0].shape, "b_tensor" in operands, n_major, *configuration),
-        a_tensor=_as_element(x),
         padded_offsets=p.ends,
         alpha_tensor=_ones_of(p.ends.shape[0], x.device) if alpha is None else alpha,
         acc_dtype=torch.float32,
         m_aligned=limits.GROUP_ROWS,
         use_dynamic_sched=True,
-        **operands,
         **arguments,
     )
+    return _row_major(outputs) if in_kernel_layout else outputs
+
+
+_KERNEL_LAYOUT = "grouped_gemm_srelu", "grouped_gemm_dsrelu"
+"""Wrappers that take and give tensors as their kernels address them; the others, row-major."""
+_OF_ROWS = "a_tensor", "c_tensor", "prob_tensor", "dprob_tensor"
+
+
+def _kernel_layout(arguments: dict[str, Any], n: int, n_major: bool) -> dict[str, Any]:
+    """Rows ``[M, X, 1]``, weights ``[N, K, E]``, scales ``[32, 4, rows / 128, 4, blocks / 4, E]``.
+
+    Views of row-major tensors, of ``[M]`` as of ``[M, 1]``.
+    """
+    changed = dict(arguments)
+    for name in _OF_ROWS:
+        if name in arguments:
+            rows = arguments[name]
+            rows = rows if rows.dim() == 2 else rows[:, None]
+            m, width = rows.shape
+            changed[name] = rows.as_strided((m, width, 1), (width, 1, m * width))
+    if "b_tensor" in arguments:
+        weights = arguments["b_tensor"]
+        groups = weights.shape[0]
+        changed["b_tensor"] = weights.permute(2, 1, 0) if n_major else weights.permute(1, 2, 0)
+        changed["sfb_tensor"] = _scale_view(arguments["sfb_tensor"], groups, n)
+    changed["sfa_tensor"] = _scale_view(arguments["sfa_tensor"], 1, len(arguments["a_tensor"]))
+    return changed
+
+
+def _scale_view(scales: Tensor, matrices: int, rows: int) -> Tensor:
+    return scales.view(matrices, -(-rows // 128), -1, 32, 4, 4).permute(3, 4, 1, 5, 2, 0)
+
+
+def _row_major(outputs: Any) -> dict[str, Tensor | None]:
+    """Outputs in the layout of kernels, as the other wrappers give theirs."""
+    found = dict(outputs.items())
+    for name, t in found.items():
+        if t is not None and t.dim() == 6:
+            found[name] = t.permute(5, 2, 4, 0, 1, 3)
+        elif t is not None and name.startswith(("c_", "d_")):
+            found[name] = t[:, :, 0]
+    return found
 
 
 def _quantizing(x: Tensor) -> dict[str, Any]:
@@ -162,15 +206,21 @@ def _quantizing(x: Tensor) -> dict[str, Any]:
     return {"d_dtype": FP8, "norm_const_tensor": one, "discrete_col_sfd": True}
 
 
-def _glu_arguments(glu: Glu, prefix: str = "") -> dict[str, Any]:
+def _activation_kernel(glu: Glu, x: Tensor, prefix: str = "") -> tuple[str, dict[str, Any]]:
+    """The wrapper of a product with an activation, and the arguments that choose the activation."""
     activation, interleave, limit, slope, offset = glu
-    require(interleave == limits.INTERLEAVE, f"interleave must be {limits.INTERLEAVE}", interleave)
-    function = {"act_func": prefix + activations.SM100_ACTIVATIONS[activation]}
+    block = limits.INTERLEAVE if glu.sides == 2 else 0
+    require(interleave == block, f"interleave must be {block}", interleave)
+    name = prefix + activations.SM100_ACTIVATIONS[activation]
+    if glu.sides == 1:
+        require(x.dtype in VECTOR, f"x must be MXFP8 or NVFP4 with {activation}", x.dtype)
+        return f"grouped_gemm_{name}", {}
+    wrapper, function = f"grouped_gemm_{prefix}glu", {"act_func": name}
     if activation == "swiglu":
-        return function
+        return wrapper, function
     if activation == "situglu":
-        return {**function, "situ_beta1": limit, "situ_beta2": slope}
-    return {
+        return wrapper, {**function, "situ_beta1": limit, "situ_beta2": slope}
+    return wrapper, {
         **function,
         "linear_offset": offset,
         "geglu_alpha": slope,
@@ -261,13 +311,13 @@ def _column_scales(rows: int, columns: int) -> tuple[int, int]:
     return -(-columns // 128) * 128, rows // 32
 
 
-# --- forward with a gated activation --------------------------------------------------------------
+# --- forward with an activation -------------------------------------------------------------------
 
 
-def _glu_outputs(p: ProductOperands, *_: object) -> Any:
+def _glu_outputs(p: ProductOperands, bias: Tensor | None, prob: Tensor, glu: Glu) -> Any:
     n = p.w[0].shape[-2]
     c = p.x.new_empty(p.x.shape[0], n, dtype=torch.bfloat16)
-    return c, *_unwritten(p.x, n // 2, p.ends.shape[0], parts=1)
+    return c, *_unwritten(p.x, n // glu.sides, p.ends.shape[0], parts=1)
 
 
 def _glu(
@@ -277,13 +327,13 @@ def _glu(
     x = operands.x
     n = _checked(operands, False, bias)
     check_contiguous("prob", prob, torch.float32, x.shape[:1], x.device)
-    arguments = _glu_arguments(glu)
+    wrapper, arguments = _activation_kernel(glu, x)
     if len(x) == 0:
-        return _glu_outputs(operands)
+        return _glu_outputs(operands, bias, prob, glu)
     if x.dtype == torch.bfloat16:
         arguments |= {"sfa_tensor": None, "generate_c": True}
     out = _multiply(
-        "grouped_gemm_glu",
+        wrapper,
         operands,
         n,
         False,
@@ -304,48 +354,72 @@ glu = define(_glu, _glu_outputs, flops=_forward_flops, name="sm100_glu")
 # --- backward of the activation, in the data gradient of the second linear ------------------------
 
 
+_Recomputed = tuple[Tensor, Tensor]
+"""The activation again, of a kernel that computes it in the backward: elements quantized
+column-wise with their packed scales, or BF16; else empty."""
+
+
 def _dglu_outputs(p: ProductOperands, c: Tensor, prob: Tensor, bias: bool, glu: Glu) -> Any:
     x, groups, columns = p.x, p.ends.shape[0], c.shape[1]
     dprob = x.new_zeros(x.shape[0] + 1, dtype=torch.float32)
     dbias = x.new_zeros((groups if bias else 0, columns), dtype=torch.bfloat16)
-    return *_unwritten(x, columns, groups, parts=2), dprob, dbias
+    again: _Recomputed = _nothing(x), _nothing(x)
+    if glu.sides == 1:
+        d, _, column, column_scales, _ = _unwritten(x, columns, groups, parts=1)
+        again = (column, column_scales) if x.dtype == FP8 else (d, _nothing(x))
+    return *_unwritten(x, columns, groups, parts=glu.sides), dprob, dbias, *again
 
 
 def _dglu(
     operands: ProductOperands, c: Tensor, prob: Tensor, bias: bool, glu: Glu
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See `fusible.kernels.sm100.operands.dglu`."""
     x, alpha = operands.x, operands.alpha
     n_major = x.dtype != FP4
     n = _checked(operands, n_major)
     check_contiguous("prob", prob, torch.float32, x.shape[:1], x.device)
-    check_matrix("c", c, torch.bfloat16, (x.shape[0], 2 * n), x.device)
-    arguments = _glu_arguments(glu, "d")
+    columns = glu.sides * n
+    check_matrix("c", c, torch.bfloat16, (x.shape[0], columns), x.device)
+    wrapper, arguments = _activation_kernel(glu, x, "d")
     if len(x) == 0:
         return _dglu_outputs(operands, c, prob, bias, glu)
     if x.dtype == torch.bfloat16:
         arguments["sfa_tensor"] = None
     # One value more, the gradient of rows in no group. The kernel adds to what it finds.
     dprob = x.new_zeros(x.shape[0] + 1, dtype=torch.float32)
-    if x.dtype in VECTOR and not bias and torch.are_deterministic_algorithms_enabled():
+    orders_sums = x.dtype in VECTOR and (glu.sides == 1 or not bias)
+    if orders_sums and torch.are_deterministic_algorithms_enabled():
         arguments["deterministic"] = True
+    configuration = bias, *arguments.values()
+    if glu.sides == 2:
+        # The kernel multiplies by alpha twice.
+        alpha = None if alpha is None else alpha.sqrt()
+        arguments["beta_tensor"] = _ones_of(operands.ends.shape[0], x.device)
     out = _multiply(
-        "grouped_gemm_dglu",
+        wrapper,
         operands,
         n,
         n_major,
-        (bias, *arguments.values()),
-        None if alpha is None else alpha.sqrt(),  # the kernel multiplies by alpha twice
+        configuration,
+        alpha,
         **_quantizing(x),
         **arguments,
         c_tensor=c,
-        beta_tensor=_ones_of(operands.ends.shape[0], x.device),
         prob_tensor=prob,
         dprob_tensor=dprob[:-1],
         generate_dbias=bias,
     )
-    dbias = out["dbias_tensor"].flatten(1) if bias else c.new_empty(0, 2 * n)
-    return *_activated(out, x, "d_row_tensor"), dprob, dbias
+    dbias = out["dbias_tensor"].flatten(1) if bias else c.new_empty(0, columns)
+    return *_activated(out, x, "d_row_tensor"), dprob, dbias, *_recomputed(out, x, glu)
+
+
+def _recomputed(out: Any, x: Tensor, glu: Glu) -> _Recomputed:
+    if glu.sides == 2:
+        return _nothing(x), _nothing(x)
+    act = out["d_srelu_tensor"]
+    if x.dtype != FP8:
+        return act, _nothing(x)
+    return act, out["sfd_col_d_srelu_tensor"].reshape(_column_scales(*act.shape))
 
 
 dglu = define(_dglu, _dglu_outputs, flops=_dgrad_flops, name="sm100_dglu")

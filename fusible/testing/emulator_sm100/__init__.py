@@ -8,16 +8,20 @@ the front end takes, it takes what ``fusible.kernels.sm100`` passes.
 
 from fusible.testing.emulator_sm100.wrappers import (
     grouped_gemm_dglu_wrapper_sm100,
+    grouped_gemm_dsrelu_wrapper_sm100,
     grouped_gemm_glu_wrapper_sm100,
     grouped_gemm_quant_wrapper_sm100,
+    grouped_gemm_srelu_wrapper_sm100,
     grouped_gemm_wgrad_wrapper_sm100,
     grouped_gemm_wrapper_sm100,
 )
 
 __all__ = [
     "grouped_gemm_dglu_wrapper_sm100",
+    "grouped_gemm_dsrelu_wrapper_sm100",
     "grouped_gemm_glu_wrapper_sm100",
     "grouped_gemm_quant_wrapper_sm100",
+    "grouped_gemm_srelu_wrapper_sm100",
     "grouped_gemm_wgrad_wrapper_sm100",
     "grouped_gemm_wrapper_sm100",
 ]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,9 +33,13 @@ from fusible.testing.emulator_sm100.operands import (
     need_pitch,
     need_rows,
     need_vector,
+    physical_scales,
     pointers,
+    row_major,
     scale_bytes,
     scale_output,
+    scale_view,
+    unit_last,
     weights_of,
 )
 
@@ -261,6 +266,87 @@ def dglu(call: Any) -> WrapperOutputs:
         "sfd_row_tensor": d.sfd_row,
         "sfd_col_tensor": d.sfd_col,
     }
+
+
+def srelu(given: Any) -> WrapperOutputs:
+    """`grouped_gemm_srelu_wrapper_sm100`."""
+    call = _row_major_call(given, (), ("prob_tensor",))
+    rows = RowsOperand(call, scaled=True)
+    rows.need_per_row("prob_tensor")
+    need(call.c_dtype in (None, BF16), f"c_dtype must be BF16, got {call.c_dtype}")
+    c = poisoned((rows.m, rows.n), BF16)
+    d = destination(rows, rows.n, 1)
+    for expert, start, end, product in rows.products():
+        acc = product * call.alpha_tensor[expert]
+        if rows.bias is not None:
+            acc = acc + rows.bias[expert]
+        c[start:end] = acc.to(BF16)
+        d.store(expert, start, end, positive(acc) ** 2 * call.prob_tensor[start:end, None])
+    return {
+        "c_tensor": unit_last(c),
+        "d_tensor": unit_last(d.d),
+        "d_col_tensor": None if d.sfd_col is None else unit_last(d.d_col),
+        "amax_tensor": d.amax,
+        "sfd_row_tensor": scale_view(d.sfd_row),
+        "sfd_col_tensor": scale_view(d.sfd_col),
+    }
+
+
+def dsrelu(given: Any) -> WrapperOutputs:
+    """`grouped_gemm_dsrelu_wrapper_sm100`."""
+    call = _row_major_call(given, ("c_tensor",), ("prob_tensor", "dprob_tensor"))
+    rows = RowsOperand(call, scaled=True)
+    rows.need_per_row("prob_tensor")
+    need_rows(call.c_tensor, "c_tensor", rows.n, rows.m)
+    need(call.c_tensor.dtype == BF16, f"c_tensor must be BF16, got {call.c_tensor.dtype}")
+    rows.need_per_row("dprob_tensor")
+    d = destination(rows, rows.n, 1)
+    again = destination(rows, rows.n, 1)
+    dbias = torch.zeros(rows.experts, rows.n, 1, dtype=BF16) if call.generate_dbias else None
+    for expert, start, end, product in rows.products():
+        grad = product * call.alpha_tensor[expert]
+        relu, prob = positive(call.c_tensor[start:end].float()), call.prob_tensor[start:end, None]
+        call.dprob_tensor[start:end] += (grad * relu**2).sum(1)
+        grads = grad * relu * 2 * prob
+        if dbias is not None:
+            for tile in grads.split(128):  # BF16 atomics of one FP32 sum a tile
+                dbias[expert, :, 0] += tile.sum(0).to(BF16)
+        d.store(expert, start, end, grads)
+        again.store(expert, start, end, relu**2 * prob)
+    return {
+        "d_row_tensor": unit_last(d.d),
+        "d_col_tensor": unit_last(d.d_col),
+        "d_srelu_tensor": unit_last(again.d if again.sfd_col is None else again.d_col),
+        "dprob_tensor": given.dprob_tensor,
+        "dbias_tensor": dbias,
+        "amax_tensor": d.amax,
+        "sfd_row_tensor": scale_view(d.sfd_row),
+        "sfd_col_tensor": scale_view(d.sfd_col),
+        "sfd_col_d_srelu_tensor": scale_view(again.sfd_col),
+    }
+
+
+def positive(x: Tensor) -> Tensor:
+    """``x`` where it is above zero, else zero, of NaN too."""
+    return torch.where(x > 0, x, 0.0)
+
+
+def _row_major_call(given: Any, matrices: Sequence[str], vectors: Sequence[str]) -> Any:
+    """The call of an SReLU wrapper with its tensors as the other wrappers take them."""
+    scaled = block_scaled(given.a_tensor, given.sfa_tensor, given.sf_vec_size)
+    need(scaled, "a_tensor must be block-scaled, FP8 or FP4")
+    call = SimpleNamespace(**vars(given))
+    for name in ("a_tensor", *matrices):
+        setattr(call, name, row_major(getattr(given, name), name))
+    for name in vectors:
+        setattr(call, name, row_major(getattr(given, name), name)[:, 0])
+    call.sfa_tensor = physical_scales(given.sfa_tensor, "sfa_tensor")
+    b = given.b_tensor
+    if b is not None:
+        need(b.ndim == 3, f"b_tensor must have 3 dimensions, got {b.ndim}")
+        call.b_tensor = b.permute(2, 1, 0) if call.b_major == "n" else b.permute(2, 0, 1)
+        call.sfb_tensor = physical_scales(given.sfb_tensor, "sfb_tensor")
+    return call
 
 
 def quant(call: Any) -> WrapperOutputs:

@@ -228,3 +228,35 @@ def scale_output(rows: int, blocks: int) -> Tensor:
     """Unwritten packed E8M0 scales."""
     shape = (1, round_up(rows, 128) // 128, round_up(blocks, 4) // 4, 32, 4, 4)
     return poisoned(shape, E8M0)
+
+
+def row_major(t: Tensor | None, name: str) -> Tensor:
+    """Rows ``[M, X]`` of a tensor (M, X, 1)."""
+    need(t is not None, f"{name} is required")
+    assert t is not None
+    need(t.ndim == 3 and t.shape[2] == 1, f"{name} must be (M, X, 1), got {tuple(t.shape)}")
+    m, x, _ = t.shape
+    strides = (x, 1, m * x)
+    need(t.stride() == strides, f"{name} must have strides {strides}, got {t.stride()}")
+    return t[:, :, 0]
+
+
+def unit_last(rows: Tensor | None) -> Tensor:
+    """What `row_major` took."""
+    assert rows is not None
+    m, x = rows.shape
+    return rows.as_strided((m, x, 1), (x, 1, m * x))
+
+
+def physical_scales(view: Tensor | None, name: str) -> Tensor:
+    """Packed scales as they lie, of their view (32, 4, rows / 128, 4, blocks / 4, E)."""
+    need(view is not None, f"{name} is required")
+    assert view is not None
+    is_view = view.ndim == 6 and (*view.shape[:2], view.shape[3]) == (32, 4, 4)
+    need(is_view, f"{name} must be a view (32, 4, _, 4, _, E), got {tuple(view.shape)}")
+    return view.permute(5, 2, 4, 0, 1, 3)
+
+
+def scale_view(physical: Tensor | None) -> Tensor | None:
+    """What `physical_scales` took."""
+    return None if physical is None else physical.permute(3, 4, 1, 5, 2, 0)

@@ -1,4 +1,4 @@
-"""The five grouped GEMM wrappers of nvidia-cudnn-frontend 1.32, on the CPU.
+"""The seven grouped GEMM wrappers of nvidia-cudnn-frontend 1.32, on the CPU.
 
 They take the arguments that ``fusible.kernels.sm100`` passes, with the front end's names and
 defaults, and no others. What a wrapper allocates is poison until the kernel would have written it.
@@ -96,6 +96,75 @@ def grouped_gemm_dglu_wrapper_sm100(
     sfd_row_tensor, sfd_col_tensor. ValueError if refused.
     """
     return kernels.dglu(SimpleNamespace(**locals()))
+
+
+def grouped_gemm_srelu_wrapper_sm100(
+    a_tensor: Tensor,
+    b_tensor: Tensor | None = None,
+    sfa_tensor: Tensor | None = None,
+    sfb_tensor: Tensor | None = None,
+    padded_offsets: Tensor | None = None,
+    alpha_tensor: Tensor | None = None,
+    bias_tensor: Tensor | None = None,
+    b_ptrs: Tensor | None = None,
+    sfb_ptrs: Tensor | None = None,
+    n: int | None = None,
+    b_dtype: torch.dtype | None = None,
+    b_major: str = "k",
+    norm_const_tensor: Tensor | None = None,
+    prob_tensor: Tensor | None = None,
+    acc_dtype: torch.dtype | None = None,
+    c_dtype: torch.dtype | None = None,
+    d_dtype: torch.dtype | None = None,
+    sf_vec_size: int = 16,
+    m_aligned: int = 256,
+    discrete_col_sfd: bool = False,
+    use_dynamic_sched: bool = False,
+) -> WrapperOutputs:
+    """FC1 forward: C = cast(alpha A B^T + bias), D = max(unrounded C, 0)^2 * prob, both quantized.
+
+    Block-scaled only. A, C, D and prob have a third dimension of 1, a dense B is (N, K, E), and
+    scales are views (32, 4, rows / 128, 4, blocks / 4, E). Returns c_tensor, d_tensor and
+    d_col_tensor (M, N, 1), amax_tensor (E, 1) for a 16-bit D, sfd_row_tensor, sfd_col_tensor.
+    ValueError if refused.
+    """
+    return kernels.srelu(SimpleNamespace(**locals()))
+
+
+def grouped_gemm_dsrelu_wrapper_sm100(
+    a_tensor: Tensor,
+    b_tensor: Tensor | None = None,
+    c_tensor: Tensor | None = None,
+    sfa_tensor: Tensor | None = None,
+    sfb_tensor: Tensor | None = None,
+    padded_offsets: Tensor | None = None,
+    alpha_tensor: Tensor | None = None,
+    prob_tensor: Tensor | None = None,
+    dprob_tensor: Tensor | None = None,
+    generate_dbias: bool = False,
+    b_ptrs: Tensor | None = None,
+    sfb_ptrs: Tensor | None = None,
+    n: int | None = None,
+    b_dtype: torch.dtype | None = None,
+    b_major: str = "k",
+    norm_const_tensor: Tensor | None = None,
+    acc_dtype: torch.dtype | None = None,
+    d_dtype: torch.dtype | None = None,
+    sf_vec_size: int = 16,
+    m_aligned: int = 256,
+    discrete_col_sfd: bool = False,
+    use_dynamic_sched: bool = False,
+    deterministic: bool | None = None,
+) -> WrapperOutputs:
+    """FC2 dgrad and the backward of SReLU: D = alpha A B^T * 2 max(C, 0) * prob, quantized.
+
+    Layouts as in `grouped_gemm_srelu_wrapper_sm100`. ``dprob_tensor`` is added to, before the
+    multiplication with prob. Returns d_row_tensor, d_col_tensor (M, n, 1), d_srelu_tensor, which is
+    max(C, 0)^2 * prob, column-wise if it is quantized, dprob_tensor, dbias_tensor BF16 (E, n, 1),
+    amax_tensor (E, 1), sfd_row_tensor, sfd_col_tensor, sfd_col_d_srelu_tensor. ValueError if
+    refused.
+    """
+    return kernels.dsrelu(SimpleNamespace(**locals()))
 
 
 def grouped_gemm_quant_wrapper_sm100(

@@ -29,6 +29,7 @@ from sm100_calls import (
     RECIPES,
     SINGLE,
     SITUGLU,
+    SRELU,
     SWIGLU,
     configuration,
     count_of,
@@ -69,7 +70,14 @@ CASES = {
     "mxfp8": (MXFP8, {**SINGLE, "bias": True}, SWIGLU),
     "mxfp8 pointers": (MXFP8, {**SINGLE, "bias": False, "single_grouped_weight": False}, GEGLU),
     "mxfp8 situ": (MXFP8, {**SINGLE, "bias": True}, SITUGLU),
+    "mxfp8 srelu": (MXFP8, {**SINGLE, "bias": True}, SRELU),
+    "mxfp8 pointers, srelu": (
+        MXFP8,
+        {**SINGLE, "bias": False, "single_grouped_weight": False},
+        SRELU,
+    ),
     "nvfp4": (NVFP4, {**SINGLE, "bias": True}, GEGLU),
+    "nvfp4 srelu": (NVFP4, {**SINGLE, "bias": True}, SRELU),
     "nvfp4 pointers": (NVFP4, {**SINGLE, "bias": False, "single_grouped_weight": False}, SWIGLU),
     "bf16": (None, {**SINGLE, "bias": True}, SWIGLU),
     "bf16 pointers": (None, {**SINGLE, "bias": False, "single_grouped_weight": False}, GEGLU),
@@ -100,7 +108,8 @@ def test_the_grouped_mlp_is_what_the_front_end_takes(case):
     with sums_in_order("pointers" in case):
         kernels, _ = calls_of(module, inputs_of(module), recipe, compiling=False)
     assert module.plan.fired == ("grouped_mlp_sm100",)
-    wanted = [f"grouped_gemm_{name}_wrapper_sm100" for name in MLP_CALLS]
+    calls = MLP_CALLS if act.gated else [name.replace("glu", "srelu") for name in MLP_CALLS]
+    wanted = [f"grouped_gemm_{name}_wrapper_sm100" for name in calls]
     if recipe is None:
         wanted = [name.replace("_quant", "") for name in wanted]
     assert kernels.calls == wanted

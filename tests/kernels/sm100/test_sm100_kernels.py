@@ -62,6 +62,8 @@ DGLU = {
     "bias": False,
     **SWIGLU,
 }
+SRELU = {"glu": Glu("srelu")}
+DSRELU = {**DGLU, "c": torch.zeros(M, N, dtype=BF16), **SRELU}
 GEMM = {**PRODUCT, "bias": None, "row_scale": None, "transpose_w": False}
 COLUMNS = torch.zeros(128, M // 32, dtype=E8M0)
 WGRAD = {
@@ -129,6 +131,9 @@ WRONG = [
         "x and w must share the reduced dimension 64, got 128",
     ),
     ("glu", {"glu": Glu()}, "interleave must be 32, got 0"),
+    ("glu", {"glu": Glu("srelu", 32)}, "interleave must be 0, got 32"),
+    ("glu", {**BFLOAT, **SRELU}, "x must be MXFP8 or NVFP4 with srelu, got torch.bfloat16"),
+    ("dglu", SRELU, "c must be contiguous bfloat16 of shape (512, 128)"),
     ("dglu", {"prob": torch.ones(M, dtype=BF16)}, "prob must be contiguous float32"),
     ("dglu", {"c": torch.zeros(M, 2 * N)}, "c must be contiguous bfloat16 of shape (512, 256)"),
     (
@@ -319,11 +324,17 @@ def test_packed_rows_are_swizzled_where_they_lie():
 # --- library ops ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kernel", ["glu", "dglu", "gemm", "wgrad"])
-@pytest.mark.parametrize("dtype", [FP8, BF16])
-def test_fakes_are_like_the_real_ones(kernel, dtype):
-    name = {"wgrad": "sm100_wgrad"}.get(kernel, f"sm100_{kernel}")
-    arguments = dict(KERNELS[kernel][1])
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "change"),
+    [
+        *[(kernel, dtype, {}) for kernel in KERNELS for dtype in (FP8, BF16)],
+        ("glu", FP8, SRELU),
+        ("dglu", FP8, DSRELU),
+    ],
+)
+def test_fakes_are_like_the_real_ones(kernel, dtype, change):
+    name = f"sm100_{kernel}"
+    arguments = {**KERNELS[kernel][1], **change}
     if kernel == "wgrad":
         del arguments["out"], arguments["accumulate"]
         arguments["out_dtype"] = BF16
