@@ -85,14 +85,18 @@ class Condition:
                 return None
         except TypeError as error:  # the values have no order
             hint = f", which cannot be compared ({type(error).__name__}: {error})"
-        said = self.other is None or self.says.endswith(f"{self.other} is {other}")
+        said = self.other in (None, *[fact for fact, _ in self.only_where])
         which = "" if said else f" (which is {other})"
         if UNKNOWN in (value, other):
             hint += "; define output_dtypes of the op that gives it"
-        return f"{self.subject} must be {self.says}{which}, got {value}{hint}"
+        return f"{self.subject} must be {self.says}{which}{self._where()}, got {value}{hint}"
+
+    def _where(self) -> str:
+        facts = " and ".join(f"{fact} is {value}" for fact, value in self.only_where)
+        return facts and f" where {facts}"
 
     def __str__(self) -> str:
-        return f"{self.subject} is {self.says}"
+        return f"{self.subject} is {self.says}{self._where()}"
 
 
 def equal(subject: Path, value: Any, hint: str = "") -> Condition:
@@ -135,8 +139,4 @@ def multiple_of(subject: Path, unit: int | Path) -> Condition:
 
 def where(fact: Path, value: Any, need: Condition) -> Condition:
     """``need`` of one fact, where another equals ``value``."""
-    return replace(
-        need,
-        says=f"{need.says} where {fact} is {value}",
-        only_where=((fact, value), *need.only_where),
-    )
+    return replace(need, only_where=(*need.only_where, (fact, value)))

@@ -62,7 +62,12 @@ def test_every_row_has_an_op_and_every_op_a_row():
 
 
 def test_every_row_has_a_device_function_and_rules_take_every_op():
-    in_front_end = {"swiglu": "swiglu", "clamped_qgeglu": "geglu", "situglu": "situglu"}
+    in_front_end = {
+        "srelu": "srelu",
+        "swiglu": "swiglu",
+        "clamped_qgeglu": "geglu",
+        "situglu": "situglu",
+    }
     assert in_front_end == activations.SM100_ACTIVATIONS
     device = pytest.importorskip("fusible.kernels.device.activations")
     assert list(device.FUNCTIONS) == list(ACTIVATIONS)

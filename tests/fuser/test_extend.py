@@ -626,7 +626,7 @@ def test_a_condition_between_two_facts_holds_where_a_third_has_a_value():
     assert why_not(a=2, b=1, c=2, d=4) is None
     assert why_not(a=3, b=1, c=2, d=5) is None
     assert why_not(a=3, b=1, c=2, d=4) == (
-        "b must be equal to c where d is 4 where a is 3 (which is 2), got 1"
+        "b must be equal to c (which is 2) where d is 4 and a is 3, got 1"
     )
     assert {path.names for path in need.paths} == {("a",), ("b",), ("c",), ("d",)}
 

@@ -241,7 +241,7 @@ def test_the_tiles_are_those_of_the_multiprocessors_of_the_target():
     ]
     assert large != small
     assert large == str(fz.explain(module, *given, target="sm90"))
-    assert fz.explain(module, *given, target=fz.Target("cuda", 90, multiprocessors=2)).fired
+    assert fz.explain(module, *given, target=fz.Target("cuda", 90, multiprocessors=2)).kernels
     with pytest.raises(ValueError, match="multiprocessors of Target must be at least 2, got 1"):
         fz.Target("cuda", 90, multiprocessors=1)
     with pytest.raises(
