@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import groupby
+from itertools import accumulate, count, groupby
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,8 @@ class PlannedRun:
     name: str
     run: Run
     plan: Plan
-    decided: dict[Any, tuple[str, ...]] = field(default_factory=dict, repr=False, compare=False)
-    """Notes of ops on this call, by op (``BasicOperation.call_notes``)."""
+    call_notes: dict[int, tuple[str, ...]] = field(default_factory=dict, repr=False, compare=False)
+    """Notes on this call by the place of the op (tiles, ``BasicOperation.call_notes``)."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -179,7 +179,7 @@ class _Planning:
         self.errors: dict[Any, str] = {}  # what ops would raise
         self._module, self._target = module, target
         self._names: dict[Any, str] = {}
-        self._hiding: dict[Any, tuple[str, ...]] = {}
+        self._overlap_notes: dict[Any, tuple[str, ...]] = {}
         self._split: list[tuple[PlannedRun, Sequence[Part]]] = []
 
     def schedule_for(self, run: Run, key: PlanKey) -> Schedule:
@@ -196,13 +196,18 @@ class _Planning:
             self._split.append((planned, schedule.split.parts))
             return schedule
         self.planned.append(planned)
-        self._hiding.update(overlap_notes(plan.basic_ops, schedule.forward, schedule.backward))
+        self._overlap_notes.update(
+            overlap_notes(plan.basic_ops, schedule.forward, schedule.backward)
+        )
         for op, needs, (recipe, _) in zip(plan.basic_ops, plan.grad, plan.recipes, strict=True):
             try:
                 op.check_plan(needs, recipe, backward=True)
             except ValueError as error:
                 self._note(op, error)
-        return unfused(schedule, lambda op: partial(self._forward_or_note, planned, op))
+        places = count()
+        return unfused(
+            schedule, lambda op: partial(self._forward_or_note, planned, next(places), op)
+        )
 
     def _note(self, op: Any, error: Exception) -> None:
         self.errors.setdefault(op, f"{self._names[op]} ({type(op).__name__}): {error}")
@@ -210,6 +215,7 @@ class _Planning:
     def _forward_or_note(
         self,
         planned: PlannedRun,
+        at: int,
         op: Any,
         contexts: list[OperationContext],
         x: Tensor,
@@ -222,9 +228,6 @@ class _Planning:
         (context,) = contexts
         try:
             outputs = call_fuser_forward(op, contexts, x, extra_inputs)
-            tiles = _tiles(planned.plan, op, context, x)
-            planned.decided[op] = (*tiles, *op.call_notes(context), *self._hiding[op])
-            return outputs
         except (TypeError, ValueError) as error:
             self._note(op, error)
             context.recipe = context.next_quantizer = None
@@ -236,6 +239,9 @@ class _Planning:
                     fits = x.new_empty((*x.shape[:-1], *features), dtype=dtype)
                     return call_fuser_forward(op, contexts, fits, extra_inputs)
             raise
+        notes = *_tiles(planned.plan, at, context, x), *op.call_notes(context)
+        planned.call_notes[at] = (*notes, *self._overlap_notes[op])
+        return outputs
 
     def join(self) -> None:
         """Put one plan in the place of those of a run's parts, unless the call left some out."""
@@ -245,23 +251,33 @@ class _Planning:
             if len(found) == len(runs):
                 at = self.planned.index(found[0])
                 made = of_parts(whole.plan, [p.plan for p in found])
-                decided = {op: notes for p in found for op, notes in p.decided.items()}
-                joined = replace(whole, plan=made, decided=decided)
+                starts = accumulate([len(p.plan.basic_ops) for p in found], initial=0)
+                notes = {
+                    start + i: of_op
+                    for p, start in zip(found, starts, strict=False)
+                    for i, of_op in p.call_notes.items()
+                }
+                joined = replace(whole, plan=made, call_notes=notes)
                 self.planned[at : at + len(found)] = [joined]
 
 
-def _tiles(plan: Plan, op: Any, context: OperationContext, x: Tensor) -> Iterator[str]:
-    """A note on the tiles of an op's products with ``x``, if what runs it alone tells them."""
-    places = [at for at, one in enumerate(plan.basic_ops) if one is op]
-    runs_on: list[Any] = [row.kernels for at in places if (row := plan.kernel_rows[at])]
-    runs_on += [f.built for f in plan.fusions for at in places if f.start <= at < f.stop]
-    describe = getattr(runs_on[0], "describe_tiles", None) if runs_on else None
-    rows, needs = x.shape[:-1].numel(), context.needs
-    if describe is None or len(places) > 1 or len(runs_on) > 1 or rows == 0:
+def _tiles(plan: Plan, at: int, context: OperationContext, x: Tensor) -> Iterator[str]:
+    """A note on the tiles of the products with ``x`` of the op at a place, if they are known."""
+    ops, row, rows = plan.basic_ops, plan.kernel_rows[at], x.shape[:-1].numel()
+    covering = [f for f in plan.fusions if f.start <= at < f.stop]
+    if (
+        rows == 0
+        or len(covering) > 1
+        or any(ops[f.start : f.stop].count(ops[at]) > 1 for f in covering)
+    ):
         return
-    wanted = True, needs.input, any(needs.params[:1])
+    runs_on = [row.kernels] if row else [f.built for f in covering]
+    describe = getattr(runs_on[0], "describe_tiles", None) if runs_on else None
+    if describe is None:
+        return
+    wanted = True, context.needs.input, any(context.needs.params[:1])
     names = "forward", "data gradient", "weight gradient"
-    found = zip(names, wanted, describe(plan.target, op, context, rows), strict=False)
+    found = zip(names, wanted, describe(plan.target, ops[at], context, rows), strict=False)
     if said := [f"{name} {tile}" for name, is_needed, tile in found if is_needed]:
         yield f"tiles for {rows} rows: {', '.join(said)}"
 
@@ -345,7 +361,7 @@ def _fakes(mode: FakeTensorMode, inputs: tuple[Any, ...]) -> list[Any]:
 
 def _lines(planned: PlannedRun, every_rule: bool) -> Iterator[str]:
     plan = planned.plan
-    blocks = _blocks(plan, planned.decided)
+    blocks = _blocks(plan, planned.call_notes)
     for head, *rest in blocks[:-1]:
         yield from (f"├─ {head}", *[f"│    {line}" for line in rest])
     for head, *rest in blocks[-1:]:
@@ -353,9 +369,9 @@ def _lines(planned: PlannedRun, every_rule: bool) -> Iterator[str]:
     yield from _refusal_lines(plan, every_rule)
 
 
-def _blocks(plan: Plan, decided: dict[Any, tuple[str, ...]]) -> list[list[str]]:
+def _blocks(plan: Plan, call_notes: dict[int, tuple[str, ...]]) -> list[list[str]]:
     """One block of lines per op or joint fusion, in order."""
-    said = [[f"  {note}" for note in decided.get(op, ())] for op in plan.basic_ops]
+    said = [[f"  {note}" for note in call_notes.get(i, ())] for i, _ in enumerate(plan.basic_ops)]
     joint = {f.start: f for f in plan.of_phase("joint")}
     blocks, at = [], 0
     while at < len(plan.basic_ops):
@@ -388,7 +404,7 @@ def _op_lines(plan: Plan, at: int) -> list[str]:
     dtype = "bfloat16" if quantizes else plan.facts[at].dtype  # of the products, on CUDA
     row, notes = plan.kernel_rows[at], []
     if not fused and op.kernel_rows:
-        notes.append(f"  kernels: {row.name if row else _default_kernels(plan, at, dtype)}")
+        notes.append(f"  kernels: {row.name if row else op.default_kernels(dtype, plan.target)}")
     if not (fused or row):
         notes.extend(f"  {note}" for note in op.notes(dtype, plan.target))
     if recipe is not None:
@@ -398,14 +414,6 @@ def _op_lines(plan: Plan, at: int) -> list[str]:
         saves = getattr(row.kernels, "saves", "")
         notes.extend(_multiplies(recipe, quantizes, row.kernels, op))
     return [f"[{at}] {op}", *_saves(plan, op, at, saves), *fused, *_cast(plan, at), *notes]
-
-
-def _default_kernels(plan: Plan, at: int, dtype: str) -> str:
-    """The default kernels of an op, and which are for other machines or recipes."""
-    default = plan.basic_ops[at].default_kernels(dtype, plan.target)
-    rows = [r for r in plan.refusals if isinstance(r.rule, KernelRow) and r.start == at]
-    others = ", ".join(r.rule.name for r in rows if r.other_target)
-    return f"{default}; not for this machine or recipe: {others}" if others else default
 
 
 def _cast(plan: Plan, at: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Planning: which fused ops run which basic ops, from facts alone, for any target."""
+"""Planning: which fused ops and kernels run which basic ops, from facts alone, for any target."""
 
 from __future__ import annotations
 
@@ -123,7 +123,8 @@ class Plan:
 
     Attributes:
         basic_ops: the ops as written.
-        fusions: the fused ops, by phase (``"joint"``, ``"forward"``, ``"backward"``).
+        fusions: the fused ops of each part of the run, by phase (``"joint"``, ``"forward"``,
+            ``"backward"``).
         kernel_rows: of each basic op the row of the kernels selected for it; None where a fusion
             covers it, and for its default.
         refusals: the rules that fit some ops and did not fire, and the rows of kernels that come
@@ -304,8 +305,7 @@ class _Matcher:
                 if not reasons:
                     built = _build_op(tried, bound, covered)
                     return Fusion(tried.phase, at, at + len(covered), built, tried.name)
-                other_target = not tried.applies_to_target(this)
-                self.refusals.append(Refusal(tried, at, covered, reasons, other_target))
+                self._refuse(tried, at, covered, reasons, this)
         return None
 
     def kernel_row(self, at: int) -> KernelRow | None:
@@ -313,12 +313,21 @@ class _Matcher:
         op = self.ops[at]
         this = self.this({"op": op}, at) if op.kernel_rows else None
         for row in op.kernel_rows:
-            reasons = row.why_not(op, this)
+            try:
+                reasons = row.why_not(op, this)
+            except AttributeError as error:
+                error.add_note(f"in the needs of kernels {row.name} of {type(op).__name__}")
+                raise
             if not reasons:
                 return row
-            other_target = not row.applies_to_target(this)
-            self.refusals.append(Refusal(row, at, (op,), reasons, other_target))
+            self._refuse(row, at, (op,), reasons, this)
         return None
+
+    def _refuse(
+        self, tried: Rule | KernelRow, at: int, ops: tuple[Any, ...], reasons: Any, this: Any
+    ) -> None:
+        other_target = not tried.applies_to_target(this)
+        self.refusals.append(Refusal(tried, at, ops, reasons, other_target))
 
     def this(self, bound: dict[str, Any], at: int) -> SimpleNamespace:
         """The namespace ``this`` of ops that fit a pattern from an index on."""

@@ -1,4 +1,4 @@
-"""Fusion rules and rows of kernels: the conditions of what replaces ops, and of what runs one."""
+"""Fusion rules, which replace ops, and rows of kernels, which run them, with their conditions."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any, Literal
 
 from fusible.fuser.conditions import Condition, Path
@@ -23,18 +24,8 @@ class Slot:
     types: tuple[type, ...]
     optional: bool
 
-    def why_not(self, op: Any) -> list[str]:
-        """Why an op of these types is not taken, if so: its own class may compute otherwise."""
-        if _computes_as(op) in self.types:
-            return []
-        return [
-            f"{self.name} must be {self} itself, got its subclass {type(op).__name__}, whose math "
-            "may differ"
-        ]
-
     def __str__(self) -> str:
-        names = " | ".join(t.__name__ for t in self.types)
-        return f"[{names}]" if self.optional else names
+        return f"[{_names(self.types)}]" if self.optional else _names(self.types)
 
 
 class _Conditional:
@@ -67,12 +58,23 @@ class KernelRow(_Conditional):
     name: str
     kernels: Any
     needs: tuple[Condition, ...]
-    worth: str
+    worth: str = ""
+
+    def __post_init__(self) -> None:
+        _check_needs(f"kernels {self.name}", self.needs)
 
     def why_not(self, op: Any, facts: Any) -> tuple[str, ...]:
         """Every sentence that is false of an op that has this row; empty where it applies."""
-        owner = next(kind for kind in type(op).__mro__ if "kernel_rows" in vars(kind))
-        return (*Slot("op", (owner,), False).why_not(op), *self._false(facts))
+        owner = next(kind for kind in (op, *type(op).__mro__) if "kernel_rows" in vars(kind))
+        formula = (
+            "op must define op_forward or fuser_forward, which read ctx.kernels, got "
+            f"{type(op).__name__}, which is a formula alone"
+        )
+        return (
+            *([formula] if op.is_formula else ()),
+            *(() if owner is op else _not_itself("op", (owner,), op)),
+            *self._false(facts),
+        )
 
 
 @dataclass(frozen=True)
@@ -140,8 +142,8 @@ class Rule(_Conditional):
     def why_not(self, bound: dict[str, Any], facts: Any) -> tuple[str, ...]:
         """Every sentence that is false of ``facts``; empty where the rule applies."""
         present = [slot for slot in self.pattern if bound[slot.name] is not None]
-        others = [reason for slot in present for reason in slot.why_not(bound[slot.name])]
-        return (*others, *self._false(facts))
+        others = [_not_itself(slot.name, slot.types, bound[slot.name]) for slot in present]
+        return (*chain(*others), *self._false(facts))
 
     def __str__(self) -> str:
         return " + ".join(map(str, self.pattern)) or "any ops"
@@ -164,12 +166,8 @@ def rule(
     """
     if phase not in typing.get_args(Phase):
         raise ValueError(f"phase must be one of {', '.join(typing.get_args(Phase))}, got {phase!r}")
+    _check_needs("a rule", needs)
     rows = tuple(kernels)
-    for need in (*needs, *[need for row in rows for need in row.needs]):
-        if not isinstance(need, Condition):
-            raise TypeError(
-                f"a rule's needs must be conditions made by fusible.extend, got {need!r}"
-            )
 
     def make(build: Callable[..., Any]) -> Rule:
         hints = typing.get_type_hints(build)
@@ -185,6 +183,28 @@ def rule(
 
 # Facts of the machine and the recipe, which users rarely change to get a fusion.
 _TARGET_FACTS = ("sm",), ("device",), ("recipe",), ("scaling",)
+
+
+def _check_needs(whose: str, needs: Any) -> None:
+    given = needs if isinstance(needs, tuple) else ()
+    wrong = [need for need in given if not isinstance(need, Condition)]
+    if wrong or given is not needs:
+        raise TypeError(
+            f"needs of {whose} must be a tuple of conditions made by fusible.extend, got "
+            f"{(wrong or [needs])[0]!r:.200}"
+        )
+
+
+def _not_itself(name: str, kinds: tuple[type, ...], op: Any) -> list[str]:
+    """The reason to refuse a subclass of ``kinds``, whose math may differ; empty for these."""
+    if _computes_as(op) in kinds:
+        return []
+    got = f"got its subclass {type(op).__name__}, whose math may differ"
+    return [f"{name} must be {_names(kinds)} itself, {got}"]
+
+
+def _names(kinds: tuple[type, ...]) -> str:
+    return " | ".join(kind.__name__ for kind in kinds)
 
 
 def _computes_as(op: Any) -> type:

@@ -25,7 +25,12 @@ from fusible.kernels.dense import scaled_mm
 from fusible.kernels.quantize.k_major import ScaledMatrix, elements_and_scale
 from fusible.kernels.sm90 import limits, tiles
 from fusible.ops.matrices import as_2d, buffer_rows
-from fusible.ops.wgrad import WeightGradient, dense_gradient, grouped_gradient
+from fusible.ops.wgrad import (
+    WeightGradient,
+    dense_gradient,
+    grouped_gradient,
+    is_column_major,
+)
 from fusible.recipes.formats import NumberFormat, value_dtype
 from fusible.recipes.matrix import OperandData, QuantizedMatrix, Uses
 from fusible.recipes.product import (
@@ -139,7 +144,7 @@ class GroupedKernels:
         if (
             self is not DEFAULT_KERNELS
             or target.sm != limits.ARCHITECTURE
-            or ctx.column_major
+            or not has_row_major_weights(op, ctx)
             or (stored and not ctx.requires_grad)  # `few_rows` may multiply by stored weights
             or getattr(ctx.recipe, "backward_override", None) is not None
         ):
@@ -338,6 +343,14 @@ class GroupedKernels:
             rows = cast(recomputed, ctx.dtype)
             output = self.prepare_rows(call, rows, "input", Uses(column=True)).column
         return ActivationGrads(cast(dpreact, ctx.dtype), output, dscales, None)
+
+
+def has_row_major_weights(op: Any, ctx: OperationContext) -> bool:
+    """Whether a grouped linear has row-major weights and ``main_grad``."""
+    buffers = [getattr(p, "main_grad", None) for p in op.parameters()]
+    return not ctx.column_major and not any(
+        [b is not None and b.dim() > 1 and is_column_major(b) for b in buffers]
+    )
 
 
 DEFAULT_KERNELS = GroupedKernels()

@@ -14,6 +14,7 @@ from fusible.fuser.plan import Plan
 from fusible.fuser.plan_key import PlanKey
 from fusible.kernels import few_rows, grouped
 from fusible.kernels.grouped import portable
+from fusible.kernels.sm90 import limits
 from fusible.ops.casting import format_of_grad, quantized_values
 from fusible.ops.dispatch import Dispatch
 from fusible.ops.grouped_fast_path import LinearFastPath
@@ -36,6 +37,7 @@ from fusible.recipes.checkpoint_state import load_pieces
 from fusible.recipes.product import is_quantized, values
 from fusible.recipes.sharding import is_sharded, shard_over
 from fusible.recipes.tensor import stack
+from fusible.versions import CUTLASS_DSL
 
 
 class GroupedLinear(WeightedOperation):
@@ -239,11 +241,14 @@ class GroupedLinear(WeightedOperation):
         self.num_groups //= mesh.size()
 
     def default_kernels(self, dtype: str, target: Any) -> str:
-        """Triton's where only they read the split sizes on the device."""
+        """Those that the library ops choose: SM90's, PyTorch's, or Triton's."""
         sm = target.sm or 0
+        has_dsl = target.cutlass_dsl is not None and target.cutlass_dsl >= CUTLASS_DSL
+        if has_dsl and limits.supports_products(sm, dtype, self.in_features, self.out_features):
+            return "sm90"  # the row was refused because the op is of a subclass
         by_pytorch = target.device != "cuda" or portable.pytorch_reads_on_device(dtype, sm)
         by_triton = not by_pytorch and portable.reads_on_device(dtype, sm, target.triton)
-        return "Triton's" if by_triton else super().default_kernels(dtype, target)
+        return "Triton's" if by_triton else "PyTorch's"
 
     def notes(self, dtype: str, target: Any) -> tuple[str, ...]:
         """Says where a grouped product synchronises, or rounds a weight gradient."""

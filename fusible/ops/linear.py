@@ -133,6 +133,10 @@ class BasicLinear(WeightedOperation):
         y = self.product(self._call(ctx, rows), rows, None, output)
         return restore_leading_dims(y, input_)
 
+    def default_kernels(self, dtype: str, target: Any) -> str:
+        """PyTorch's."""
+        return "PyTorch's"
+
     def operands(self, ctx: OperationContext, input_: Tensor) -> tuple[Tensor, Tensor]:
         """The checked input and weight in the product's dtype, saved if the backward reads them.
 

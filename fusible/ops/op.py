@@ -199,8 +199,8 @@ class FusibleOperation(ModuleState, PatchesCounted):
         return ()
 
     def default_kernels(self, dtype: str, target: Any) -> str:
-        """Whose kernels run a basic op where no row of ``kernel_rows`` applies, for ``explain``."""
-        return "PyTorch's"
+        """What runs a basic op where no row of ``kernel_rows`` applies, for ``explain``."""
+        return "the op's default"
 
     def fast_path(self, plan: Plan, key: PlanKey) -> FastPath | None:
         """A faster path for a plan whose forward is this op alone, or None.

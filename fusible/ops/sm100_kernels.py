@@ -145,10 +145,7 @@ class Sm100Kernels(GroupedKernels):
         return WeightGradient(gradient, tuple([t for t in given if t is not None]))
 
     def saves_activation(self, ctx: OperationContext, act: Any) -> bool:
-        """That of a gated activation, which its kernel quantizes for both uses.
-
-        The backward's kernel of the others computes it again.
-        """
+        """Whether it is gated: the kernel of another computes it again in the backward."""
         return bool(act.gated)
 
     def row_scales(self, call: LinearCall, scales: Tensor | None) -> Tensor:
@@ -189,12 +186,12 @@ class Sm100Kernels(GroupedKernels):
     ) -> ActivationGrads:
         """See `GroupedKernels`; the kernel sums the bias's gradient."""
         bias, groups = first.linear.needs_bias_grads(first.ctx), second.call.groups
-        d, dscales, dbias, recomputed = operands.dglu(
+        d, dscales, dbias, again = operands.dglu(
             dy, second.weights, groups, preact, scales, bias=bias, glu=act.glu
         )
         output = None
-        if recomputed is not None and second.lacks_x:
-            output = self.prepare_rows(second.call, recomputed, "input", Uses(column=True)).column
+        if again is not None and second.lacks_x:
+            output = self.prepare_rows(second.call, again, "input", Uses(column=True)).column
         return ActivationGrads(d, output, dscales, dbias if bias else None)
 
 

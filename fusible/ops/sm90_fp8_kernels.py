@@ -40,6 +40,7 @@ from fusible.ops.grouped_kernels import (
     GroupedOperand,
     LinearCall,
     SavedLinear,
+    has_row_major_weights,
 )
 from fusible.ops.matrices import GatheredRows, QuantizedRows, as_2d, source_of
 from fusible.ops.operand_cache import cached_copy
@@ -87,7 +88,7 @@ class Sm90Fp8Kernels(GroupedKernels):
     ) -> Sequence[Any]:
         """See `GroupedKernels`; none of a dense linear, whose products may be PyTorch's."""
         (act, _), sms = acts, target.multiprocessors
-        if op.num_groups is None or ctx.column_major:
+        if op.num_groups is None or not has_row_major_weights(op, ctx):
             return ()
         if act is None:
             return tiles.of_linear(op, rows, sms, fp8=True)

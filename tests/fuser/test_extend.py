@@ -272,7 +272,7 @@ def test_a_rows_conditions_are_checked(own_fusions):
 
     with pytest.raises(ValueError, match=r"of the rule mine_sm70 must .*no 'scael' among"):
         register_rule(mine)
-    with pytest.raises(TypeError, match=r"needs must be conditions .*, got True"):
+    with pytest.raises(TypeError, match=r"needs of kernels sm70 must be a tuple of conditions .*, got True"):
         rule(kernels=[replace(row, needs=(True,))])
 
 
@@ -512,7 +512,44 @@ def test_an_op_runs_on_the_kernels_of_its_first_row_that_applies():
         torch.testing.assert_close(op(x), x)
     assert op.plan.kernels == ()
     text = str(fz.explain(op, x, target="sm90"))
-    assert "kernels: PyTorch's; not for this machine or recipe: square\n" in text
+    assert "kernels: the op's default\n" in text
+
+
+def test_rows_may_be_set_on_an_op():
+    op = Powered()
+    op.kernel_rows = (extend.KernelRow("fourth", types.SimpleNamespace(power=4), ()),)
+    x = torch.randn(2, 4)
+    torch.testing.assert_close(fz.Sequential(op)(x), x**4)
+
+
+def test_a_formula_has_no_kernels():
+    class Tripled(fz.BasicOperation):
+        kernel_rows = (extend.KernelRow("fast", object(), ()),)
+
+        def formula(self, x):
+            return 3 * x
+
+    explained = fz.explain(fz.Sequential(Tripled()), torch.ones(2, 4))
+    assert explained.kernels == ()
+    (refusal,) = explained.refusals
+    assert refusal.reasons == (
+        "op must define op_forward or fuser_forward, which read ctx.kernels, got Tripled, which is "
+        "a formula alone",
+    )
+
+
+@pytest.mark.parametrize("needs", [equal(this.op.dtype, "float32"), (True,), [equal(this.sm, 90)]])
+def test_needs_of_kernels_are_a_tuple_of_conditions(needs):
+    with pytest.raises(TypeError, match="needs of kernels fast must be a tuple of conditions made"):
+        extend.KernelRow("fast", object(), needs)
+
+
+def test_an_unknown_fact_names_the_kernels_and_the_op():
+    op = Powered()
+    op.kernel_rows = (extend.KernelRow("fast", object(), (equal(this.op.power, 3),)),)
+    with pytest.raises(AttributeError, match="op.power is not a fact") as raised:
+        fz.Sequential(op)(torch.ones(2, 4))
+    assert "in the needs of kernels fast of Powered" in raised.value.__notes__
 
 
 def test_rows_of_kernels_are_of_the_op_itself():

@@ -499,7 +499,7 @@ def test_a_rules_signature_is_a_pattern(function, sentence):
 def test_a_rules_arguments():
     with pytest.raises(ValueError, match="one of joint, forward, backward, got 'both'"):
         rule(phase="both")
-    with pytest.raises(TypeError, match="needs must be conditions made by"):
+    with pytest.raises(TypeError, match="needs of a rule must be a tuple of conditions made by"):
         rule(equal(this.recipe, "none"), lambda site: True)
 
 

@@ -193,13 +193,13 @@ def dglu(
     its ``d``; without ``bias`` the third has no rows. The fourth is the activation again, for the
     weight gradient of the second linear, of an activation that is not gated; else None.
     """
-    *d, dprob, dbias, again, again_scales = ops.dglu(_product(dy, w, padded), c, prob, bias, glu)
-    recomputed: Operand | UnquantizedRows | None = None
-    if isinstance(dy, QuantizedMatrix) and again.dtype == FP8:
-        recomputed = Operand(None, QuantizedMatrix(again, again_scales, None, dy.format, True))
+    *d, dprob, dbias, again, scales = ops.dglu(_product(dy, w, padded), c, prob, bias, glu)
+    act: Operand | UnquantizedRows | None = None
+    if glu.sides == 1 and isinstance(dy, QuantizedMatrix) and again.dtype == FP8:
+        act = Operand(None, QuantizedMatrix(again, scales, None, dy.format, True))
     elif glu.sides == 1:
-        recomputed = UnquantizedRows(again, None)
-    return _written(dy, d), unpad_rows(dprob, padded), dbias, recomputed
+        act = UnquantizedRows(again, None)
+    return _written(dy, d), unpad_rows(dprob, padded), dbias, act
 
 
 def gemm(

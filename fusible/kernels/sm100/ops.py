@@ -140,9 +140,8 @@ def _multiply(
     if x.dtype in VECTOR:
         operands |= {"sfa_tensor": p.x_scales, "sf_vec_size": VECTOR[x.dtype]}
     arguments |= {"a_tensor": _as_element(x), **operands}
-    in_kernel_layout = wrapper in _KERNEL_LAYOUT
-    if in_kernel_layout:
-        arguments = _kernel_layout(arguments, n, n_major)
+    if wrapper in _MKL_WRAPPERS:
+        arguments = _to_mkl(arguments, n, n_major)
     outputs = _run(
         x.device,
         wrapper,
@@ -154,15 +153,15 @@ def _multiply(
         use_dynamic_sched=True,
         **arguments,
     )
-    return _row_major(outputs) if in_kernel_layout else outputs
+    return _from_mkl(outputs) if wrapper in _MKL_WRAPPERS else outputs
 
 
-_KERNEL_LAYOUT = "grouped_gemm_srelu", "grouped_gemm_dsrelu"
-"""Wrappers that take and give tensors as their kernels address them; the others, row-major."""
+_MKL_WRAPPERS = "grouped_gemm_srelu", "grouped_gemm_dsrelu"
+"""Wrappers of tensors (M, K, L), as CUTLASS orders dimensions; the others have row-major ones."""
 _OF_ROWS = "a_tensor", "c_tensor", "prob_tensor", "dprob_tensor"
 
 
-def _kernel_layout(arguments: dict[str, Any], n: int, n_major: bool) -> dict[str, Any]:
+def _to_mkl(arguments: dict[str, Any], n: int, n_major: bool) -> dict[str, Any]:
     """Rows ``[M, X, 1]``, weights ``[N, K, E]``, scales ``[32, 4, rows / 128, 4, blocks / 4, E]``.
 
     Views of row-major tensors, of ``[M]`` as of ``[M, 1]``.
@@ -187,8 +186,8 @@ def _scale_view(scales: Tensor, matrices: int, rows: int) -> Tensor:
     return scales.view(matrices, -(-rows // 128), -1, 32, 4, 4).permute(3, 4, 1, 5, 2, 0)
 
 
-def _row_major(outputs: Any) -> dict[str, Tensor | None]:
-    """Outputs in the layout of kernels, as the other wrappers give theirs."""
+def _from_mkl(outputs: Any) -> dict[str, Tensor | None]:
+    """The outputs as the other wrappers give theirs."""
     found = dict(outputs.items())
     for name, t in found.items():
         if t is not None and t.dim() == 6:
@@ -211,9 +210,10 @@ def _activation_kernel(glu: Glu, x: Tensor, prefix: str = "") -> tuple[str, dict
     activation, interleave, limit, slope, offset = glu
     block = limits.INTERLEAVE if glu.sides == 2 else 0
     require(interleave == block, f"interleave must be {block}", interleave)
+    supported = x.dtype in VECTOR or activation in limits.BF16_ACTIVATIONS
+    require(supported, f"x must be MXFP8 or NVFP4 with {activation}", x.dtype)
     name = prefix + activations.SM100_ACTIVATIONS[activation]
     if glu.sides == 1:
-        require(x.dtype in VECTOR, f"x must be MXFP8 or NVFP4 with {activation}", x.dtype)
         return f"grouped_gemm_{name}", {}
     wrapper, function = f"grouped_gemm_{prefix}glu", {"act_func": name}
     if activation == "swiglu":
@@ -354,26 +354,25 @@ glu = define(_glu, _glu_outputs, flops=_forward_flops, name="sm100_glu")
 # --- backward of the activation, in the data gradient of the second linear ------------------------
 
 
-_Recomputed = tuple[Tensor, Tensor]
-"""The activation again, of a kernel that computes it in the backward: elements quantized
-column-wise with their packed scales, or BF16; else empty."""
-
-
 def _dglu_outputs(p: ProductOperands, c: Tensor, prob: Tensor, bias: bool, glu: Glu) -> Any:
     x, groups, columns = p.x, p.ends.shape[0], c.shape[1]
     dprob = x.new_zeros(x.shape[0] + 1, dtype=torch.float32)
     dbias = x.new_zeros((groups if bias else 0, columns), dtype=torch.bfloat16)
-    again: _Recomputed = _nothing(x), _nothing(x)
+    act = _nothing(x), _nothing(x)
     if glu.sides == 1:
         d, _, column, column_scales, _ = _unwritten(x, columns, groups, parts=1)
-        again = (column, column_scales) if x.dtype == FP8 else (d, _nothing(x))
-    return *_unwritten(x, columns, groups, parts=glu.sides), dprob, dbias, *again
+        act = (column, column_scales) if x.dtype == FP8 else (d, _nothing(x))
+    return *_unwritten(x, columns, groups, parts=glu.sides), dprob, dbias, *act
 
 
 def _dglu(
     operands: ProductOperands, c: Tensor, prob: Tensor, bias: bool, glu: Glu
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See `fusible.kernels.sm100.operands.dglu`."""
+    """See `fusible.kernels.sm100.operands.dglu`.
+
+    The last two are the activation, where the kernel computes it again: elements quantized
+    column-wise and their packed scales, or BF16; else empty.
+    """
     x, alpha = operands.x, operands.alpha
     n_major = x.dtype != FP4
     n = _checked(operands, n_major)
@@ -410,10 +409,10 @@ def _dglu(
         generate_dbias=bias,
     )
     dbias = out["dbias_tensor"].flatten(1) if bias else c.new_empty(0, columns)
-    return *_activated(out, x, "d_row_tensor"), dprob, dbias, *_recomputed(out, x, glu)
+    return *_activated(out, x, "d_row_tensor"), dprob, dbias, *_activation_again(out, x, glu)
 
 
-def _recomputed(out: Any, x: Tensor, glu: Glu) -> _Recomputed:
+def _activation_again(out: Any, x: Tensor, glu: Glu) -> tuple[Tensor, Tensor]:
     if glu.sides == 2:
         return _nothing(x), _nothing(x)
     act = out["d_srelu_tensor"]

@@ -133,6 +133,11 @@ WRONG = [
     ("glu", {"glu": Glu()}, "interleave must be 32, got 0"),
     ("glu", {"glu": Glu("srelu", 32)}, "interleave must be 0, got 32"),
     ("glu", {**BFLOAT, **SRELU}, "x must be MXFP8 or NVFP4 with srelu, got torch.bfloat16"),
+    (
+        "glu",
+        {**BFLOAT, "glu": Glu("situglu", 32, 1.0, 1.0)},
+        "x must be MXFP8 or NVFP4 with situglu, got torch.bfloat16",
+    ),
     ("dglu", SRELU, "c must be contiguous bfloat16 of shape (512, 128)"),
     ("dglu", {"prob": torch.ones(M, dtype=BF16)}, "prob must be contiguous float32"),
     ("dglu", {"c": torch.zeros(M, 2 * N)}, "c must be contiguous bfloat16 of shape (512, 256)"),
@@ -164,7 +169,6 @@ REFUSED = [
     ("gemm", {"x_scales": scales(M, 2 * K * 2)}, "complete MMA-packed scale buffer"),
     ("gemm", {"w_scales": []}, "sfb_tensor?\\)? (is|are) required|sample_sfb is required"),
     ("gemm", {"w_scales": [scales(N, K)]}, "complete MMA-packed scale buffer"),
-    ("glu", {**BFLOAT, "glu": Glu("situglu", 32, 1.0, 1.0)}, "situglu is block-scaled only"),
     ("glu", {**BFLOAT, "glu": Glu("clamped_qgeglu", 32, 2.0)}, "forbids scale control geglu_alpha"),
     ("wgrad", {"x": torch.zeros(M, K, dtype=BF16), "x_scales": None}, "mixed dtype families"),
     (

@@ -9,6 +9,7 @@ from number_formats import BLOCK_FP8, CURRENT_FP8
 from sm90_launches import NAMES, sm90_on_cpu
 
 import fusible as fz
+from fusible.extend import BasicOperation
 from fusible.ops import grouped_kernels
 from fusible.recipes import ByPass, Float8BlockScaling, MXFP8BlockScaling
 from fusible.testing import assume_target
@@ -69,9 +70,9 @@ def told(module, *given):
     said = set()
     explained = fz.explain(module, *given, target="sm90")
     for planned in explained.planned:
-        for op, notes in planned.decided.items():
+        for at, notes in planned.call_notes.items():
+            op = planned.plan.basic_ops[at]
             for names in re.findall(r"tiles for \d+ rows: (.*)", "\n".join(notes)):
-                at = planned.plan.basic_ops.index(op)
                 following = planned.plan.basic_ops[at + 1 : at + 2]
                 fused = any(f.start <= at and at + 1 < f.stop for f in planned.plan.fusions)
                 sides = 1 + (fused and getattr(following[0], "gated", False))
@@ -180,6 +181,13 @@ def override(kind):
     return Float8BlockScaling(backward_override=kind)
 
 
+def column_major_main_grads():
+    module = mlp(accumulate_into_main_grad=True)
+    for p in module.parameters():
+        p.main_grad = torch.zeros(p.shape).mT.contiguous().mT
+    return module
+
+
 @pytest.mark.parametrize(
     ("make", "recipe", "trains"),
     [
@@ -191,6 +199,8 @@ def override(kind):
         (lambda: mlp(dtype=torch.float32), None, True),
         (lambda: mlp(column_major=True), None, True),
         (lambda: mlp(column_major=True), BLOCK_FP8, True),
+        (column_major_main_grads, None, True),
+        (column_major_main_grads, BLOCK_FP8, True),
     ],
 )
 def test_nothing_is_said_of_other_launches(make, recipe, trains):
@@ -210,11 +220,36 @@ def test_a_call_without_rows_has_no_tiles():
     assert "tiles" not in str(fz.explain(mlp(), *inputs(mlp(), 0), target="sm90"))
 
 
-def test_a_linear_at_two_places_has_no_tiles():
-    """Notes are kept by op."""
+def test_a_linear_at_two_places_of_one_fusion_has_no_tiles():
     one = linear(columns=HIDDEN)
     module = fz.Sequential(one, fz.SiLU(), one)
     assert "tiles" not in str(fz.explain(module, *inputs(module, 320), target="sm90"))
+
+
+class Double(BasicOperation):
+    def formula(self, x):
+        return torch.cat([x, x])
+
+
+def test_a_linear_at_two_places_has_the_rows_of_each():
+    one, splits = linear(columns=HIDDEN), torch.full((GROUPS,), 40)
+    module = fz.Sequential(one, Double(), one)  # a run that the formula splits
+    text = str(fz.explain(module, inputs(module, 320)[0], splits, 2 * splits, target="sm90"))
+    assert re.findall(r"tiles for (\d+) rows", text) == ["320", "640"]
+
+
+def test_a_subclass_runs_on_the_same_kernels():
+    class Own(fz.GroupedLinear):
+        pass
+
+    module = fz.Sequential(Own(GROUPS, HIDDEN, HIDDEN, bias=False, dtype=BF16))
+    splits = torch.full((GROUPS,), 40)
+    x = torch.zeros(320, HIDDEN, dtype=BF16)
+    old = fz.Target("cuda", 90, cutlass_dsl=None)
+    for target, kernels in (("sm90", "sm90"), (old, "PyTorch's"), ("sm100", "PyTorch's")):
+        explained = fz.explain(module, x, splits, target=target)
+        assert explained.kernels == ()
+        assert f"kernels: {kernels}\n" in str(explained)
 
 
 def test_each_call_of_a_linear_has_its_own_rows():
