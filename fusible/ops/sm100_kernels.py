@@ -145,9 +145,9 @@ class Sm100Kernels(GroupedKernels):
         return WeightGradient(gradient, tuple([t for t in given if t is not None]))
 
     def saves_activation(self, ctx: OperationContext, act: Any) -> bool:
-        """That of a gated activation, which its kernel quantizes for both uses.
+        """True for gated activations, which the forward prepares for both uses.
 
-        The backward's kernel of the others computes it again.
+        For the others the backward's kernel computes the activation again.
         """
         return bool(act.gated)
 
