@@ -8,7 +8,7 @@ the layers of a model; times are those of one.
 The least time of a block is that of reading the weights of the experts that its tokens chose, once,
 at the rate at which this GPU sums up a large tensor. Compared with plain PyTorch in a graph of its
 own, with blocks whose weights are stored in the formats of recipes, and with one of these under its
-recipe, by FP8 products. All graphs of a cell run interleaved, each from a flushed L2 cache, timed
+recipe, with FP8 products. All graphs of a cell run interleaved, each from a flushed L2 cache, timed
 by CUDA events.
 """
 

@@ -1,4 +1,4 @@
-"""Host time of a small grouped MLP, in BF16 and by FP8 products, on Hopper.
+"""Host time of a small grouped MLP, in BF16 and with FP8 products, on Hopper.
 
     python benchmarks/host_time.py [--turns N] [--out FILE]
 

@@ -1,4 +1,4 @@
-"""A dense linear in BF16, by FP8 products and by dequantized operands, on a Hopper GPU.
+"""A dense linear in BF16, with FP8 products and with dequantized operands, on a Hopper GPU.
 
 Device time of CUDA graphs in one process, in turns, weights quantized in every forward; and of the
 forward's product alone, quantized beforehand: ours, PyTorch's and in BF16.

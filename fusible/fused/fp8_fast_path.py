@@ -1,4 +1,4 @@
-"""A grouped MLP by FP8 products on Hopper as one autograd node: see `ops.grouped_fast_path`.
+"""A grouped MLP with FP8 products on Hopper as one autograd node: see `ops.grouped_fast_path`.
 
 The launches are those of `sm90_fp8_kernels`, in the same order. Products take the operands that
 quantizers have made here, which need no check; a backward whose saved tensors hooks may have moved

@@ -98,7 +98,7 @@ class GroupedMLP(FusedOperation):
     """``GroupedLinear`` + activation + ``GroupedLinear``, forward and backward.
 
     The activation is in the epilogue of the first product; its backward is in that of the second
-    one's data gradient, or, by FP8 products on Hopper, in the launch after it. Saves what the
+    one's data gradient, or, with FP8 products on Hopper, in the launch after it. Saves what the
     linears save and the pre-activation; the activation is computed again in the backward where the
     kernels do that.
     """
@@ -128,7 +128,7 @@ class GroupedMLP(FusedOperation):
         return self.kernels.describe_tiles(target, op, ctx, rows, acts) if acts else ()
 
     def fast_path(self, plan: Plan, key: PlanKey) -> FastPath | None:
-        """With the default kernels or by FP8 products on Hopper, as a node of its own."""
+        """With the default kernels or with FP8 products on Hopper, as a node of its own."""
         fast_path = _FAST_PATHS.get(self.kernels)
         return None if fast_path is None else fast_path.of(plan, key, *self._basic_ops)
 
@@ -238,7 +238,7 @@ MLP_CONDITIONS = (
 def grouped_mlp(
     kernels: GroupedKernels, fc1: GroupedLinear, act: Activation, fc2: GroupedLinear
 ) -> GroupedMLP:
-    """The activation is in an epilogue, as is its backward, except by FP8 products on Hopper."""
+    """The activation is in an epilogue, as is its backward, except with FP8 products on Hopper."""
     return GroupedMLP([fc1, act, fc2], kernels)
 
 

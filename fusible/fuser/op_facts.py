@@ -157,7 +157,10 @@ def gradient_needs(ops: Sequence[Any], wiring: Wiring, key: PlanKey) -> tuple[Gr
 
 
 def features_read(ops: Sequence[Any], wiring: Wiring, rules: Iterable[Rule]) -> tuple[int, ...]:
-    """The inputs of a run whose ``features`` a condition reads, of a rule that fits or a row."""
+    """The inputs of a run whose ``features`` are read by a condition.
+
+    Of a rule whose pattern fits, or of a row of kernels.
+    """
     callers = [
         {
             **({"input": 0} if i == 0 else {}),

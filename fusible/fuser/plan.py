@@ -27,8 +27,8 @@ class TensorFacts(NamedTuple):
 
     ``dtype`` is a short name, ``"unknown"`` behind a user's op that neither declares it nor runs on
     fake tensors; ``features`` the size of the last dimension of a caller's tensor of two or more
-    dimensions, and of no fewer than the input (row counts are no facts), None where no rule that
-    fits reads it; equal ``source`` means the very same tensor.
+    dimensions, and of no fewer than the input (row counts are no facts), None where no rule whose
+    pattern fits, and no row of kernels, reads it; equal ``source`` means the very same tensor.
     """
 
     dtype: str
@@ -220,9 +220,10 @@ class Plan:
             ):
                 continue
             reasons = [str(r) for r in self.refusals if r.rule.name in names]
-            why = (
-                "\n".join(reasons) or f"what fuses its ops is {', '.join(self.fired) or 'nothing'}"
-            )
+            if not reasons and self.fired:
+                fired = ", ".join(self.fired)
+                reasons = [f"its pattern fits, but other fusions took its ops; fired: {fired}"]
+            why = "\n".join(reasons) or "no rule fused its ops"
             raise NotFused(f"{rule.name} is required but did not fire for {self.target}:\n{why}")
 
 

@@ -53,6 +53,10 @@ class KernelRow(_Conditional):
 
     In ``Rule.kernels`` they run what the rule builds, and need this beyond its own conditions. In
     ``BasicOperation.kernel_rows`` they run one op, which the conditions call ``this.op``.
+
+    ``name`` is what ``plan.kernels`` has of them, and ``plan.fired`` after the rule's name;
+    ``kernels`` any object: the argument ``kernels`` of the rule's function, or ``ctx.kernels`` of
+    the op; ``needs`` a tuple of conditions; ``worth`` what they gain, for the tables of the docs.
     """
 
     name: str

@@ -167,7 +167,7 @@ KERNELS = (
             where(this.format.input, "none", one_of(this.act.activation, *sm100.BF16_ACTIVATIONS)),
             where(this.format.input, "none", one_of(this.act.clamp, None, sm100.BF16_CLAMP)),
         ),
-        "Operands in the recipe's own format; the activation's epilogue writes FC2's.",
+        "The products multiply in the recipe's own format, in BF16 without a recipe.",
     ),
 )
 """In order of priority."""

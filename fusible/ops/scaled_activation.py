@@ -75,7 +75,7 @@ class ScaledSReLU(_Scaled):
     Args:
         activation_recompute_in_mlp: a fused grouped MLP shall compute the activation again in its
             backward, from the pre-activation, rather than save it. On Blackwell it always does, on
-            Hopper in high precision and by FP8 products in blocks, and under other recipes with
+            Hopper in high precision and with FP8 products in blocks, and under other recipes with
             this; values differ by a rounding at most. Where no fusion takes the op, the linear
             after it saves the activation, as ``explain`` says.
         cache_quantized_input: as in :class:`GELU`.

@@ -145,7 +145,10 @@ class Sm100Kernels(GroupedKernels):
         return WeightGradient(gradient, tuple([t for t in given if t is not None]))
 
     def saves_activation(self, ctx: OperationContext, act: Any) -> bool:
-        """Whether it is gated: the kernel of another computes it again in the backward."""
+        """True for gated activations, which the forward prepares for both uses.
+
+        For the others the backward's kernel computes the activation again.
+        """
         return bool(act.gated)
 
     def row_scales(self, call: LinearCall, scales: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""MXFP8 by FP8 products on Hopper: operands in blocks of 128, as under ``Float8BlockScaling``."""
+"""MXFP8 with FP8 products on Hopper: operands in blocks of 128, as under ``Float8BlockScaling``."""
 
 import pytest
 import reference as ref

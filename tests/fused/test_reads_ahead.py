@@ -74,7 +74,7 @@ def strided():
 
 
 def stored(**options):
-    """Weights that every forward dequantizes, but by FP8 products."""
+    """Weights that every forward dequantizes, except with FP8 products."""
     with fz.quantized_model_init(recipe=BLOCK_FP8):
         return mlp(**options)
 

@@ -1,7 +1,8 @@
-"""Twelve ways to get the SM100 grouped MLP wrong, each of which a named check must notice.
+"""Ways to get the SM100 grouped MLP wrong, each of which a named check must notice.
 
-They are the pitfalls of cuDNN's kernels. A mutation changes what the fused op asks of a kernel, or
-what it makes of an operand; the checks compare the op with the unfused ones, and look at its calls.
+They are twelve pitfalls of cuDNN's kernels, and two of those for squared ReLU. A mutation changes
+what the fused op asks of a kernel, or what it makes of an operand; the checks compare the op with
+the unfused ones, and look at its calls.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from test_sm100_mlp import (
+    ACTS,
     BF16,
     DIFFERENCE,
     HIDDEN,
@@ -82,18 +84,21 @@ class Mutated(Recorded):
         }
 
 
-def mlp() -> fz.Sequential:
+def mlp(activation: str) -> fz.Sequential:
+    act = ACTS[activation]()
     return fz.Sequential(
-        fz.GroupedLinear(3, HIDDEN, 2 * INNER, dtype=BF16, **SINGLE),
-        fz.ScaledSwiGLU(glu_interleave_size=32),
+        fz.GroupedLinear(3, HIDDEN, (1 + act.gated) * INNER, dtype=BF16, **SINGLE),
+        act,
         fz.GroupedLinear(3, INNER, OUT, dtype=BF16, **SINGLE),
     )
 
 
-def failures(own_fusions: Any, recipe: Any, change: Change | None = None) -> set[str]:
+def failures(
+    own_fusions: Any, recipe: Any, change: Change | None = None, activation: str = "swiglu"
+) -> set[str]:
     """Names of the checks that fail, and of none if the op is right."""
     torch.manual_seed(0)
-    module, given = mlp(), inputs(ROWS, SIZES)
+    module, given = mlp(activation), inputs(ROWS, SIZES)
     randomize(module, given)
     plain = unfused(own_fusions, module, given, recipe)
     kernels = Mutated(change)
@@ -205,6 +210,24 @@ def weights_quantized_along_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operands, "pack_weights", pack_weights)
 
 
+def recomputed_along_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weight gradient reads the elements of the forward, with the column-wise scales."""
+    forward = emulator.grouped_gemm_srelu_wrapper_sm100
+    backward = emulator.grouped_gemm_dsrelu_wrapper_sm100
+    elements: list[Tensor] = []
+
+    def srelu(**arguments: Any) -> Any:
+        outputs = forward(**arguments)
+        elements.append(outputs["d_tensor"])
+        return outputs
+
+    def dsrelu(**arguments: Any) -> Any:
+        return {**backward(**arguments), "d_srelu_tensor": elements.pop()}
+
+    monkeypatch.setattr(emulator, "grouped_gemm_srelu_wrapper_sm100", srelu)
+    monkeypatch.setattr(emulator, "grouped_gemm_dsrelu_wrapper_sm100", dsrelu)
+
+
 # pitfall: (recipe, mutation, the check that notices)
 MUTATIONS: dict[str, tuple[Any, Mutation, str]] = {
     "1 dGLU squares alpha": (
@@ -231,11 +254,23 @@ MUTATIONS: dict[str, tuple[Any, Mutation, str]] = {
     "11 C does not include prob": (MXFP8, replace("dglu", prob_tensor=torch.ones_like), UNFUSED),
     "12 every configuration is compiled once a process": (MXFP8, scheduler_by_turns, WARM),
 }  # fmt: skip
+SQUARED_RELU_MUTATIONS: dict[str, tuple[Any, Mutation, str]] = {
+    "dSReLU multiplies by alpha once": (
+        NVFP4, replace("dsrelu", alpha_tensor=lambda alpha: alpha**2), UNFUSED),
+    "dSReLU computes the activation again column-wise": (MXFP8, recomputed_along_rows, UNFUSED),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("recipe", [None, MXFP8, NVFP4], ids=["bf16", "mxfp8", "nvfp4"])
-def test_no_check_fails_unmutated(recipe: Any, own_fusions: Any) -> None:
-    assert failures(own_fusions, recipe) == set()
+@pytest.mark.parametrize(
+    ("activation", "recipe"),
+    [
+        *[("swiglu", recipe) for recipe in (None, MXFP8, NVFP4)],
+        *[("srelu", recipe) for recipe in (MXFP8, NVFP4)],
+    ],
+    ids=["bf16", "mxfp8", "nvfp4", "srelu-mxfp8", "srelu-nvfp4"],
+)
+def test_no_check_fails_unmutated(activation: str, recipe: Any, own_fusions: Any) -> None:
+    assert failures(own_fusions, recipe, activation=activation) == set()
 
 
 @pytest.mark.parametrize("pitfall", MUTATIONS)
@@ -244,6 +279,14 @@ def test_mutation_is_noticed(
 ) -> None:
     recipe, mutate, check = MUTATIONS[pitfall]
     assert check in failures(own_fusions, recipe, mutate(monkeypatch))
+
+
+@pytest.mark.parametrize("pitfall", SQUARED_RELU_MUTATIONS)
+def test_mutation_of_squared_relu_is_noticed(
+    pitfall: str, own_fusions: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, mutate, check = SQUARED_RELU_MUTATIONS[pitfall]
+    assert check in failures(own_fusions, recipe, mutate(monkeypatch), "srelu")
 
 
 def test_every_pitfall_has_a_mutation() -> None:

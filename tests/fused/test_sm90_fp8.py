@@ -78,7 +78,7 @@ def on(machine, recipe):
 
 
 def step(module, recipe, given, dy, machine="sm90", fired="grouped_mlp_sm90_fp8"):
-    """Output and all gradients, by FP8 products or ("cpu") by those of dequantized operands."""
+    """Output and all gradients, with FP8 products or ("cpu") with dequantized operands."""
     given = [
         t.detach().requires_grad_() if isinstance(t, torch.Tensor) and t.requires_grad else t
         for t in given

@@ -1,4 +1,4 @@
-"""Dense linears by FP8 products on Hopper: the values of dequantized operands, and the launches."""
+"""Dense linears with FP8 products on Hopper: values of dequantized operands, and the launches."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Grouped MLPs by FP8 products as one node without contexts: the bits of the ops, and no others."""
+"""Grouped MLPs with FP8 products as one node without contexts: the same bits as the ops."""
 
 import weakref
 

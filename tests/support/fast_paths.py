@@ -36,7 +36,7 @@ def leaves(model, given):
 
 
 def call(model, given, prepared=True, recipe=None, **kwargs):
-    """The output; under a recipe that of a grouped MLP by FP8 products."""
+    """The output; under a recipe that of a grouped MLP with FP8 products."""
     with on_sm90(prepared, recipe):
         y = model(*given, **kwargs)
     assert recipe is None or model.plan.fired == ("grouped_mlp_sm90_fp8",)

@@ -1,4 +1,4 @@
-"""How long FP8 products take beside BF16's on an H200: a model from measured rates.
+"""How long FP8 products take on an H200, compared with BF16's: a model from measured rates.
 
 Each row of a group costs its products and what quantizes it, each group what quantizes its weight.
 The rates are those of whole steps (``benchmarks/results/grouped_mlp_fp8_h200.json``), the same for

@@ -263,7 +263,10 @@ class TileQueue:
 
 @cute.jit
 def _in_bands(index: Int32, tiles_down: Int32, tiles_across: Int32, most: cutlass.Constexpr):
-    """Row and column of a tile, in bands of like heights: a low one would use weights little."""
+    """Row and column of a tile.
+
+    In bands of equal height as far as possible: a low band reuses weights little.
+    """
     height = cute.ceil_div(tiles_down, cute.ceil_div(tiles_down, most))
     band = index // (height * tiles_across)
     index -= band * height * tiles_across
