@@ -547,7 +547,7 @@ def test_needs_of_kernels_are_a_tuple_of_conditions(needs):
 def test_an_unknown_fact_names_the_kernels_and_the_op():
     op = Powered()
     op.kernel_rows = (extend.KernelRow("fast", object(), (equal(this.op.power, 3),)),)
-    with pytest.raises(AttributeError, match="op.power is not a fact") as raised:
+    with pytest.raises(AttributeError, match=r"op\.power is not a fact") as raised:
         fz.Sequential(op)(torch.ones(2, 4))
     assert "in the needs of kernels fast of Powered" in raised.value.__notes__
 
