@@ -44,7 +44,7 @@ class PlannedRun:
     name: str
     run: Run
     plan: Plan
-    decided: dict[Any, tuple[str, ...]] = field(default_factory=dict, repr=False, compare=False)
+    call_notes: dict[Any, tuple[str, ...]] = field(default_factory=dict, repr=False, compare=False)
     """Notes of ops on this call, by op (``BasicOperation.call_notes``)."""
 
 
@@ -53,7 +53,7 @@ class Explanation:
     """The plans of a module's runs; prints as :meth:`to_text`, draws itself by :meth:`to_svg`."""
 
     planned: tuple[PlannedRun, ...]
-    ends: tuple[str, ...] = ()
+    run_ends: tuple[str, ...] = ()
     """Modules that ended a run of ops (ordinary ones, those with hooks), a sentence each."""
     errors: tuple[str, ...] = ()
     """What ops would raise in this call, after the op's place; values of the right shape stand in
@@ -96,8 +96,8 @@ class Explanation:
             lines.extend(_lines(first, every_rule))
             if others:
                 named = others if len(others) < 4 else [others[0], "...", others[-1]]
-                lines.append(f"{len(others)} more alike: {'; '.join(named)}")
-        lines.extend(self.ends)
+                lines.append(f"{len(others)} equal runs: {'; '.join(named)}")
+        lines.extend(self.run_ends)
         lines.extend(f"does not run: {error}" for error in self.errors)
         return "\n".join(lines)
 
@@ -105,7 +105,7 @@ class Explanation:
         """The op graph as written (left) and as run (right), as SVG; also written to ``path``."""
         runs = []
         for first, others in self._grouped():
-            more = f" and {len(others)} alike" if others else ""
+            more = f" and {len(others)} equal runs" if others else ""
             runs.append((f"{first.name}{more}: {first.plan.heading}", first.run.wiring, first.plan))
         drawing = svg.draw(runs)
         if path is not None:
@@ -167,7 +167,7 @@ def explain(
         )
     planning.join()
     return Explanation(
-        tuple(planning.planned), tuple(_ends(module)), tuple(planning.errors.values())
+        tuple(planning.planned), tuple(_run_ends(module)), tuple(planning.errors.values())
     )
 
 
@@ -179,7 +179,7 @@ class _Planning:
         self.errors: dict[Any, str] = {}  # what ops would raise
         self._module, self._target = module, target
         self._names: dict[Any, str] = {}
-        self._hiding: dict[Any, tuple[str, ...]] = {}
+        self._overlap_notes: dict[Any, tuple[str, ...]] = {}
         self._split: list[tuple[PlannedRun, Sequence[Part]]] = []
 
     def schedule_for(self, run: Run, key: PlanKey) -> Schedule:
@@ -196,7 +196,9 @@ class _Planning:
             self._split.append((planned, schedule.split.parts))
             return schedule
         self.planned.append(planned)
-        self._hiding.update(overlap_notes(plan.basic_ops, schedule.forward, schedule.backward))
+        self._overlap_notes.update(
+            overlap_notes(plan.basic_ops, schedule.forward, schedule.backward)
+        )
         for op, needs, (recipe, _) in zip(plan.basic_ops, plan.grad, plan.recipes, strict=True):
             try:
                 op.check_plan(needs, recipe, backward=True)
@@ -223,7 +225,7 @@ class _Planning:
         try:
             outputs = call_fuser_forward(op, contexts, x, extra_inputs)
             tiles = _tiles(planned.plan, op, context, x)
-            planned.decided[op] = (*tiles, *op.call_notes(context), *self._hiding[op])
+            planned.call_notes[op] = (*tiles, *op.call_notes(context), *self._overlap_notes[op])
             return outputs
         except (TypeError, ValueError) as error:
             self._note(op, error)
@@ -245,8 +247,8 @@ class _Planning:
             if len(found) == len(runs):
                 at = self.planned.index(found[0])
                 made = of_parts(whole.plan, [p.plan for p in found])
-                decided = {op: notes for p in found for op, notes in p.decided.items()}
-                joined = replace(whole, plan=made, decided=decided)
+                call_notes = {op: notes for p in found for op, notes in p.call_notes.items()}
+                joined = replace(whole, plan=made, call_notes=call_notes)
                 self.planned[at : at + len(found)] = [joined]
 
 
@@ -305,7 +307,7 @@ def _check_initialized(module: nn.Module) -> None:
             )
 
 
-def _ends(module: nn.Module) -> Iterator[str]:
+def _run_ends(module: nn.Module) -> Iterator[str]:
     """Reasons why runs of ops end in the Sequentials of ``module``."""
     parts = [(name, part) for name, part in reversed([*named_modules(module)])]
     names = {op: name for name, part in parts for op in getattr(part, "basic_ops", ())}
@@ -345,7 +347,7 @@ def _fakes(mode: FakeTensorMode, inputs: tuple[Any, ...]) -> list[Any]:
 
 def _lines(planned: PlannedRun, every_rule: bool) -> Iterator[str]:
     plan = planned.plan
-    blocks = _blocks(plan, planned.decided)
+    blocks = _blocks(plan, planned.call_notes)
     for head, *rest in blocks[:-1]:
         yield from (f"├─ {head}", *[f"│    {line}" for line in rest])
     for head, *rest in blocks[-1:]:
@@ -353,9 +355,9 @@ def _lines(planned: PlannedRun, every_rule: bool) -> Iterator[str]:
     yield from _refusal_lines(plan, every_rule)
 
 
-def _blocks(plan: Plan, decided: dict[Any, tuple[str, ...]]) -> list[list[str]]:
+def _blocks(plan: Plan, call_notes: dict[Any, tuple[str, ...]]) -> list[list[str]]:
     """One block of lines per op or joint fusion, in order."""
-    said = [[f"  {note}" for note in decided.get(op, ())] for op in plan.basic_ops]
+    said = [[f"  {note}" for note in call_notes.get(op, ())] for op in plan.basic_ops]
     joint = {f.start: f for f in plan.of_phase("joint")}
     blocks, at = [], 0
     while at < len(plan.basic_ops):

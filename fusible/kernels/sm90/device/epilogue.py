@@ -10,7 +10,7 @@ from cutlass import Float32, Int32, const_expr, cute, pipeline
 from fusible.kernels.device import bits
 from fusible.kernels.device.activations import evaluate
 from fusible.kernels.sm90.device.addressing import group_rows
-from fusible.kernels.sm90.device.blocks import PIECE_COLUMNS, BlockWriter
+from fusible.kernels.sm90.device.block_writer import PIECE_COLUMNS, BlockWriter
 from fusible.kernels.sm90.device.parts import (
     PREACT_TURN,
     Outputs,
