@@ -652,8 +652,8 @@ def table(report: dict[str, Any]) -> str:
         lines.append(f"{name:>30} {cell['ms']:7.2f} ms, host {cell['host']:6.2f}{extra}")
     for name, ratios in report.get("ratios", {}).items():
         wire = report["wire"][name]["ms"]
-        told = "; ".join(f"{what} {value:.2f}" for what, value in ratios.items())
-        lines.append(f"{name:>8}: wire {wire:.2f} ms; {told}")
+        shown = "; ".join(f"{what} {value:.2f}" for what, value in ratios.items())
+        lines.append(f"{name:>8}: wire {wire:.2f} ms; {shown}")
     lines.append(f"stack: {report.get('stack')}")
     lines += [f"FAILED {failure}" for failure in report["failures"]]
     return "\n".join(lines)

@@ -47,8 +47,8 @@ def times(
 
     def call() -> Any:
         if scales is not None:
-            return grouped.stored_glu(x, w, fmt, ends, scales, Glu())
-        return grouped.stored_mm(x, w, fmt, ends)
+            return grouped.grouped_glu_stored(x, w, fmt, ends, scales, Glu())
+        return grouped.grouped_mm_stored(x, w, fmt, ends)
 
     rows = x.shape[0]
     graphs = {"BF16": graph_of(base)}

@@ -69,7 +69,7 @@ _NOT_OFFERED = {
     "explain says how a GroupedLinear runs": ("is_op_fuser_grouped_tensor_path_supported",),
     "every op is fusible.X; rules choose fused ops": ("basic", "fused"),
     "recipes are in fusible.recipes": ("common",),
-    "PyTorch's are meant: torch.optim, torch.autograd.graph.save_on_cpu, the CUDA generator": (
+    "use PyTorch's: torch.optim, torch.autograd.graph.save_on_cpu, the CUDA generator": (
         "CudaRNGStatesTracker",
         "get_cpu_offload_context",
         "optimizers",

@@ -30,7 +30,7 @@ from fusible.kernels.grouped import (
     grouped_wgrad_,
 )
 from fusible.ops import BasicOperation, FusedOperation
-from fusible.ops.kernel_selection import needs_sm90, needs_sm100
+from fusible.ops.kernel_rows import needs_sm90, needs_sm100
 
 __all__ = [
     "BasicOperation",

@@ -25,7 +25,7 @@ from fusible.ops import (
     SReLU,
 )
 from fusible.ops.casting import apply_quantizer, cast_grad
-from fusible.ops.kernel_selection import CUTLASS
+from fusible.ops.kernel_rows import CUTLASS
 from fusible.ops.op import Contexts, ExtraTensors, FusedGrads
 
 _KERNELS = [where(this.device, "cuda", has) for has in (at_least(this.sm, MIN_SM), CUTLASS)]

@@ -17,7 +17,7 @@ from fusible.ops import Combine, Dispatch, FusedOperation, GroupedLinear
 from fusible.ops.activation import Activation
 from fusible.ops.exchange import copy_received
 from fusible.ops.grouped_kernels import GroupedKernels
-from fusible.ops.kernel_selection import SM90_FP8_ROW, SM90_ROW
+from fusible.ops.kernel_rows import SM90_FP8_ROW, SM90_ROW
 from fusible.ops.matrices import GatheredRows
 from fusible.ops.op import BasicOperation, Contexts, ExtraTensors, FusedGrads, FusedOutputs
 from fusible.recipes.recipe import Recipe

@@ -38,8 +38,8 @@ from fusible.kernels.quantize.k_major import (
 )
 from fusible.kernels.quantize.saved_input import quantize_input
 from fusible.kernels.runtime.launch import TENSOR_TYPES, aligned
+from fusible.kernels.sm90.gemm_launch import OperandScales
 from fusible.kernels.sm90.grouped_products import ProductsByRows, products_by_rows, scales_by_row
-from fusible.kernels.sm90.launch import OperandScales
 from fusible.ops.grouped_fast_path import AccumulatingContexts, GroupedFastPath
 from fusible.ops.grouped_kernels import is_memory_of
 from fusible.ops.op import Grads

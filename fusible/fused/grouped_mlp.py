@@ -32,7 +32,7 @@ from fusible.ops.grouped_kernels import (
 )
 from fusible.ops.grouped_linear import operand_rows
 from fusible.ops.inputs import check_row_scales
-from fusible.ops.kernel_selection import KERNELS, NO_OVERRIDE, SM90_INTERLEAVES, needs_sm90
+from fusible.ops.kernel_rows import KERNELS, NO_OVERRIDE, SM90_INTERLEAVES, needs_sm90
 from fusible.ops.matrices import restore_leading_dims
 from fusible.ops.op import BasicOperation, Contexts, ExtraTensors, FusedGrads, FusedOutputs, Grads
 from fusible.ops.sm90_fp8_kernels import SM90_FP8

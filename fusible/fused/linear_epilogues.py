@@ -28,8 +28,8 @@ from fusible.ops.matrices import restore_leading_dims
 from fusible.ops.op import Contexts, ExtraTensors, FusedGrads, FusedOutputs
 from fusible.ops.wgrad import dense_gradient
 
-_HIGH_PRECISION = equal(this.recipe, "none")
-_ONE_DTYPE = _HIGH_PRECISION, equal(this.linear.param_dtype, this.linear.dtype)
+_NO_RECIPE = equal(this.recipe, "none")
+_ONE_DTYPE = _NO_RECIPE, equal(this.linear.param_dtype, this.linear.dtype)
 
 # --- bias and activation --------------------------------------------------------------------------
 
@@ -51,7 +51,7 @@ class LinearBiasActivation(FusedOperation):
         return y, [()] * len(ctxs)
 
 
-@rule(_HIGH_PRECISION, equal(this.bias.size, this.linear.out_features), phase="forward")
+@rule(_NO_RECIPE, equal(this.bias.size, this.linear.out_features), phase="forward")
 def linear_bias_activation(
     linear: BasicLinear, bias: Bias, activation: GELU | ReLU | SiLU | None
 ) -> LinearBiasActivation:
@@ -161,7 +161,7 @@ class BackwardLinearScale(FusedOperation):
         return dx, [dweight, ()], [(), ()]
 
 
-@rule(_HIGH_PRECISION, phase="backward")
+@rule(_NO_RECIPE, phase="backward")
 def backward_linear_scale(linear: BasicLinear, scale: ConstantScale) -> BackwardLinearScale:
     """One pass over the gradient less: the epilogues scale in FP32, before rounding."""
     return BackwardLinearScale([linear, scale])

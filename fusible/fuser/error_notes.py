@@ -32,7 +32,7 @@ def note_failure(
         return
     ops = schedule.plan.basic_ops
     for op in ops:
-        op.abandon()
+        op.on_failure()
     if any(note.startswith(_NOTED) for note in getattr(error, "__notes__", ())):
         return
     if contexts is None:

@@ -53,7 +53,7 @@ class Explanation:
     """The plans of a module's runs; prints as :meth:`to_text`, draws itself by :meth:`to_svg`."""
 
     planned: tuple[PlannedRun, ...]
-    ends: tuple[str, ...] = ()
+    run_ends: tuple[str, ...] = ()
     """Modules that ended a run of ops (ordinary ones, those with hooks), a sentence each."""
     errors: tuple[str, ...] = ()
     """What ops would raise in this call, after the op's place; values of the right shape stand in
@@ -96,8 +96,8 @@ class Explanation:
             lines.extend(_lines(first, every_rule))
             if others:
                 named = others if len(others) < 4 else [others[0], "...", others[-1]]
-                lines.append(f"{len(others)} more alike: {'; '.join(named)}")
-        lines.extend(self.ends)
+                lines.append(f"{len(others)} equal runs: {'; '.join(named)}")
+        lines.extend(self.run_ends)
         lines.extend(f"does not run: {error}" for error in self.errors)
         return "\n".join(lines)
 
@@ -105,7 +105,7 @@ class Explanation:
         """The op graph as written (left) and as run (right), as SVG; also written to ``path``."""
         runs = []
         for first, others in self._grouped():
-            more = f" and {len(others)} alike" if others else ""
+            more = f" and {len(others)} equal runs" if others else ""
             runs.append((f"{first.name}{more}: {first.plan.heading}", first.run.wiring, first.plan))
         drawing = svg.draw(runs)
         if path is not None:
@@ -167,7 +167,7 @@ def explain(
         )
     planning.join()
     return Explanation(
-        tuple(planning.planned), tuple(_ends(module)), tuple(planning.errors.values())
+        tuple(planning.planned), tuple(_run_ends(module)), tuple(planning.errors.values())
     )
 
 
@@ -321,7 +321,7 @@ def _check_initialized(module: nn.Module) -> None:
             )
 
 
-def _ends(module: nn.Module) -> Iterator[str]:
+def _run_ends(module: nn.Module) -> Iterator[str]:
     """Reasons why runs of ops end in the Sequentials of ``module``."""
     parts = [(name, part) for name, part in reversed([*named_modules(module)])]
     names = {op: name for name, part in parts for op in getattr(part, "basic_ops", ())}

@@ -55,7 +55,7 @@ def facts_of_ops(
     device = inputs[0].device
     made: list[SimpleNamespace] = []
     # Else nothing reads them.
-    derive = any(op.kernel_rows for op in ops) or any(any(rule.places(ops)) for rule in rules)
+    derive = any(op.kernel_rows for op in ops) or any(any(rule.matches(ops)) for rule in rules)
     propagated = _infer_dtypes(ops, wiring, key, derive)
     for i, (op, facts, (given, output)) in enumerate(zip(ops, declared, propagated, strict=True)):
         extra = {}
@@ -168,7 +168,7 @@ def features_read(ops: Sequence[Any], wiring: Wiring, rules: Iterable[Rule]) -> 
         }
         for i, (op, of_op) in enumerate(zip(ops, wiring.sources, strict=True))
     ]
-    fits = [(v, *found) for rule in rules for found in rule.places(ops) for v in rule.variants]
+    fits = [(v, *found) for rule in rules for found in rule.matches(ops) for v in rule.variants]
     rows = [(row, i, {"op": op}) for i, op in enumerate(ops) for row in op.kernel_rows]
     read: set[int] = set()
     for tried, at, bound in (*fits, *rows):

@@ -31,7 +31,7 @@ def overlaps(
 ) -> Iterator[Overlap]:
     """The overlaps of a plan's forward or backward, from its steps ``(op, start, stop)`` in order.
 
-    The op must be followed by one that hands its input unread to one later op
+    The op must be followed by one that passes its input, unread, to one later op
     (:class:`fusible.Swap`). That is how one run holds two branches: the second one, such as a
     shared expert, needs nothing of the first one's output.
     """

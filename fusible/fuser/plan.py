@@ -112,9 +112,9 @@ class Fusion(NamedTuple):
     built: Any
     name: str
 
-    def shifted(self, places: int) -> Fusion:
+    def shifted(self, by: int) -> Fusion:
         """The same behind as many more ops."""
-        return self._replace(start=self.start + places, stop=self.stop + places)
+        return self._replace(start=self.start + by, stop=self.stop + by)
 
 
 @dataclass(frozen=True, repr=False)

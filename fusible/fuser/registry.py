@@ -41,7 +41,7 @@ class Registry:
         return _named(name, [*self.rules, *self.functions])
 
     def changed(self) -> None:
-        """Note that the rules or functions are others than before."""
+        """Increment the version: rules or functions have changed."""
         self.version += 1
         builds = [rule.build for rule in self.rules]
         self.has_users = bool(self.functions) or not all(map(is_ours, builds))

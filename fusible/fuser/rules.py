@@ -136,7 +136,7 @@ class Rule(_Conditional):
                 return None
         return bound
 
-    def places(self, ops: Sequence[Any]) -> Iterator[tuple[int, dict[str, Any]]]:
+    def matches(self, ops: Sequence[Any]) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield each match of the pattern in ``ops``: its index, and the ops by slot name."""
         for at in range(len(ops)):
             bound = self.fit(ops, at)

@@ -81,17 +81,17 @@ def observed(schedule_for: ScheduleFor) -> Iterator[None]:
 class Run:
     """A maximal sequence of basic ops in a Sequential, executed together.
 
-    Capturing ops freezes their channel bindings. ``paths`` say where each op is in the Sequential
-    that holds it, if one does.
+    Capturing ops freezes their channel bindings. ``op_names`` say where each op is in the
+    Sequential that holds it, if one does.
     """
 
     def __init__(
         self, ops: Sequence[Any], require: Sequence[Rule] = (), wiring: Wiring | None = None
     ) -> None:
         self.ops = tuple(ops)
-        self.paths: tuple[str, ...] = ()
+        self.op_names: tuple[str, ...] = ()
         self.wiring = wire(self.ops) if wiring is None else wiring
-        self.require = tuple(rule for rule in require if any(rule.places(self.ops)))
+        self.require = tuple(rule for rule in require if any(rule.matches(self.ops)))
         self._num_inputs = 1 + len(self.wiring.names)
         self._schedule: Schedule | None = None  # of the last call
         self._splits: dict[tuple[int, ...], Partition] = {}
@@ -353,8 +353,8 @@ class Run:
 
     def make_schedule(self, plan: Plan, key: PlanKey) -> Schedule:
         """A plan of a call with all that its execution looks up."""
-        backward = schedule_steps(plan, self.wiring, self.paths, plan.backward_ops, "backward")
-        forward = schedule_steps(plan, self.wiring, self.paths, plan.forward_ops, "forward")
+        backward = schedule_steps(plan, self.wiring, self.op_names, plan.backward_ops, "backward")
+        forward = schedule_steps(plan, self.wiring, self.op_names, plan.forward_ops, "forward")
         own = [{s.start for s in steps if not s.op.is_fused_op} for steps in (forward, backward)]
         formulas = [i for i in sorted(own[0] & own[1]) if self.ops[i].is_formula]
         is_formula = len(formulas) == len(self.ops) == 1
@@ -391,7 +391,7 @@ class Run:
         """A run of some of the ops, with the required rules that fit there."""
         rules = [rule for rule in self.require if rule.pattern]
         run = Run(self.ops[ops], rules, wiring)
-        run.paths = self.paths[ops]
+        run.op_names = self.op_names[ops]
         return {"call": run}, outputs
 
     def _fast_path(self, plan: Plan, key: PlanKey) -> FastPath | None:

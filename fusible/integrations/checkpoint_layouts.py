@@ -165,7 +165,7 @@ def layout_of(
 
 
 def matrix_of(data: Tensor, scale: Tensor) -> QuantizedMatrix:
-    """The weight of these elements and scales, told by their dtypes and shapes.
+    """The weight of these elements and scales, recognised by their dtypes and shapes.
 
     Raises:
         ValueError: no layout without a tensor scale has such.

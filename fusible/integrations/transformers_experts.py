@@ -312,7 +312,7 @@ def activation_of(experts: Any) -> BasicOperation | None:
     """The op that computes the gate of an experts module, or its activation, if there is one.
 
     Times a row's weight if an op does both, and the weights are not those of the experts' inputs.
-    Classes write the same gate in many ways, so that it is told by its values, of halves or of
+    Classes write the same gate in many ways, so it is recognised by its values, of halves or of
     alternating columns.
     """
     if _has_norm(experts) or _is_own_gate(experts):

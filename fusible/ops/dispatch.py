@@ -44,7 +44,7 @@ from fusible.ops.exchange import (
 from fusible.ops.inputs import check_dtype, check_row_scales, check_sizes
 from fusible.ops.matrices import GatheredRows, QuantizedRows
 from fusible.ops.op import BasicOperation, OpGrads
-from fusible.ops.peer_memory import abandon, peer_memory, reserved
+from fusible.ops.peer_memory import on_failure, peer_memory, reserved
 from fusible.ops.top_k_router import TopKRouter
 from fusible.recipes.formats import NumberFormat
 from fusible.recipes.product import values
@@ -80,9 +80,9 @@ class _OverGroup(BasicOperation):
         self.process_group = process_group
         self.quantized_send, self.symmetric_memory = quantized_send, symmetric_memory
 
-    def abandon(self) -> None:
-        """Abandon the exchanges of the group that are under way."""
-        abandon(self.process_group)
+    def on_failure(self) -> None:
+        """Abandon the unfinished exchanges of the group."""
+        on_failure(self.process_group)
 
 
 class Dispatch(_OverGroup):

@@ -89,7 +89,7 @@ def communicate(op_name: str, group: Any, function: Callable[..., Any], *args: A
 
 
 def _bytes(t: Tensor) -> Tensor:
-    """``[T, n]`` as bytes; flat on the way, since strides of an empty tensor may be any."""
+    """``[T, n]`` as bytes; flat while sent, since strides of an empty tensor may be any."""
     flat = t.contiguous().view(-1).view(torch.uint8)
     return flat.view(t.shape[0], t.shape[1] * t.element_size())
 

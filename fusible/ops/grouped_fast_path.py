@@ -38,7 +38,7 @@ AccumulatingContexts = Mapping[int, OperationContext]
 """Contexts of the ops that ``accumulates_grads``, by index."""
 
 
-class _Linear:
+class _LinearOfPlan:
     """A linear of the plan: its products, and where its parameters are."""
 
     def __init__(
@@ -190,14 +190,16 @@ class GroupedFastPath:
         self, plan: Plan, key: PlanKey, ops: Sequence[Any], products: Sequence[Any]
     ) -> None:
         self._dtype, self._device, _ = key.inputs[0]
-        self._linears: list[_Linear] = []
+        self._linears: list[_LinearOfPlan] = []
         first_param, first_weight, size = 0, 0, self._dtype.itemsize
         for i, (op, of_op) in enumerate(zip(ops, plan.grad, strict=True)):
             if not isinstance(op, WeightedOperation):
                 self._act, self._glu, self._scaled = op, op.glu, op.num_extra_inputs > 0
                 continue
             of_linear = products[len(self._linears)]
-            self._linears.append(_Linear(i, op, of_op, of_linear, size, first_param, first_weight))
+            self._linears.append(
+                _LinearOfPlan(i, op, of_op, of_linear, size, first_param, first_weight)
+            )
             first_param += len(op.own_parameter_names())
             first_weight += op.num_weights
         names = _extra_inputs(ops)

@@ -5,7 +5,7 @@ are written once, over a `GroupedKernels`. The class itself runs the library ops
 `fusible.kernels.grouped` (the definition on the CPU, our kernels on SM90, PyTorch's grouped product
 or kernels in Triton on other GPUs), and PyTorch's products for dense linears. An architecture whose
 kernels read operands in a layout of their own, such as SM100, is a subclass; which one an op gets
-is kernel selection (`fusible.ops.kernel_selection`).
+is kernel selection (`fusible.ops.kernel_rows`).
 """
 
 from __future__ import annotations
@@ -308,7 +308,7 @@ class GroupedKernels:
         bias = call.linear.stacked_bias(ctx, value_dtype(x.dtype))
         if _are_stored(w):
             stored = StoredWeights.of(w), w[0].format
-            out = grouped.stored_glu(x, *stored, call.ends, scales, act.glu, bias)
+            out = grouped.grouped_glu_stored(x, *stored, call.ends, scales, act.glu, bias)
             preact = x.new_empty(0, w[0].shape[-2])
         else:
             options = scales, act.glu, bias, save_preact, x_scale, w_scale
@@ -393,7 +393,7 @@ def _matmul(
     x, w, x_scale, w_scale = _split_scales(x, weights)
     bias = None if data_grad else call.linear.stacked_bias(ctx, value_dtype(x.dtype))
     if _are_stored(w):
-        y = grouped.stored_mm(x, StoredWeights.of(w), w[0].format, ends, bias, row_scale)
+        y = grouped.grouped_mm_stored(x, StoredWeights.of(w), w[0].format, ends, bias, row_scale)
     elif ends is None:
         y = as_2d(x @ (w[0] if data_grad else w[0].t()))
     elif x_scale is not None and w_scale is not None and w_scale.dim() == 2:

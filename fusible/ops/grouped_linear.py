@@ -27,7 +27,7 @@ from fusible.ops.inputs import (
     product_dtype,
     wrong_shape,
 )
-from fusible.ops.kernel_selection import KERNELS
+from fusible.ops.kernel_rows import KERNELS
 from fusible.ops.matrices import matrix, restore_leading_dims, source_of
 from fusible.ops.op import Grads, OpGrads
 from fusible.ops.state import State, convert_layout

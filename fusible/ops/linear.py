@@ -30,7 +30,7 @@ from fusible.ops.inputs import (
     product_dtype,
     wrong_shape,
 )
-from fusible.ops.kernel_selection import SM90_FP8_ROW
+from fusible.ops.kernel_rows import SM90_FP8_ROW
 from fusible.ops.matrices import matrix, restore_leading_dims
 from fusible.ops.op import BasicOperation, FusedOperation, OpGrads
 from fusible.ops.state import State

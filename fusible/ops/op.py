@@ -188,8 +188,8 @@ class FusibleOperation(ModuleState, PatchesCounted):
         """Begin to send the gradient of its output, which its backward with ``ctxs`` gets later."""
         raise TypeError(f"{type(self).__name__} does not define begin_sending")
 
-    def abandon(self) -> None:
-        """A run that this basic op is part of failed; what the op has begun will not be ended."""
+    def on_failure(self) -> None:
+        """Called when a run with this op failed; unfinished exchanges will not be ended."""
 
     def notes(self, dtype: str, target: Any) -> tuple[str, ...]:
         """Sentences that ``explain`` prints of a fused op on a target.

@@ -63,7 +63,7 @@ class PeerMemory:
         """The exchange's last read is enqueued."""
         self._in_use = False
 
-    def abandon(self) -> None:
+    def on_failure(self) -> None:
         """An op failed, perhaps in an exchange, whose barriers other processes may wait at.
 
         `reserve` makes other memory then: a process that did not fail could take the barriers of
@@ -152,11 +152,11 @@ def reserve(group: Any, device: torch.device, nbytes: int) -> PeerMemory | str:
     return memory
 
 
-def abandon(group: Any) -> None:
-    """:meth:`PeerMemory.abandon` the memories of a group; of None there are none."""
+def on_failure(group: Any) -> None:
+    """:meth:`PeerMemory.on_failure` the memories of a group; of None there are none."""
     for found in () if group is None else _memories.get(group, {}).values():
         if isinstance(found, PeerMemory):
-            found.abandon()
+            found.on_failure()
 
 
 def _make(group: Any, device: torch.device, nbytes: int) -> PeerMemory | str:

@@ -271,7 +271,7 @@ def _name_places(sequential: Sequential, partition: Partition) -> None:
     }
     for part in partition.parts:
         if isinstance(part.call, Run):
-            part.call.paths = tuple(paths[op] for op in part.call.ops)
+            part.call.op_names = tuple(paths[op] for op in part.call.ops)
         if part.partition is not None:
             _name_places(sequential, part.partition)
 

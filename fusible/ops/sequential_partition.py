@@ -147,7 +147,7 @@ def _blocked_rules(blocking: Part, partition: Partition) -> tuple[str, ...]:
         ops.extend(of_part)
     names = []
     for rule in registry.rules:
-        for at, bound in rule.places(ops):
+        for at, bound in rule.matches(ops):
             covered = {*range(at, at + sum(op is not None for op in bound.values()))}
             if covered & own and covered - own:
                 names.append(rule.name)

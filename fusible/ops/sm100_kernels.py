@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fusible.fuser.context import OperationContext
 from fusible.kernels.runtime.launch import aligned
-from fusible.kernels.sm100 import limits, operands, ops, padding
+from fusible.kernels.sm100 import limits, ops, padding, products
 from fusible.kernels.sm100.padding import PaddedGroups
 from fusible.kernels.sm100.quantizer import QuantizeOptions
 from fusible.kernels.stacking import write
@@ -69,10 +69,10 @@ class Sm100Kernels(GroupedKernels):
             return GroupedOperand(x.row, x.column)
         options: dict[str, Any] = {}
         fmt = _recipe(ctx).format(role)
-        if isinstance(x, operands.UnquantizedRows) and fmt is not None and fmt.hadamard:
+        if isinstance(x, products.UnquantizedRows) and fmt is not None and fmt.hadamard:
             # Short blocks of the groups' own rows are not transformed, so these must be known.
             x = padding.own_rows(x.rows, padded)
-        elif isinstance(x, operands.UnquantizedRows):  # whose rows are padded already
+        elif isinstance(x, products.UnquantizedRows):  # whose rows are padded already
             options["amax"] = x.amax
             x, ends, padded = x.rows, padded.ends, padded._replace(rows=None)
         elif (
@@ -83,12 +83,12 @@ class Sm100Kernels(GroupedKernels):
             options["sums"] = torch.bfloat16 if ctx.bias_dtype == torch.bfloat16 else torch.float32
             options["row_scale"] = row_scale
         if fmt is None or is_quantized(x):
-            packed = operands.pack(_quantized(x, ctx, role, uses, ends), padded)
+            packed = products.pad_and_pack(_quantized(x, ctx, role, uses, ends), padded)
             return GroupedOperand(
                 packed.data_for(columnwise=False), packed.data_for(columnwise=True)
             )
         wanted = QuantizeOptions(uses.row, uses.column, **options)
-        packed, sums = operands.quantize(x, fmt, ends, padded, wanted)
+        packed, sums = products.quantize_padded(x, fmt, ends, padded, wanted)
         return GroupedOperand(packed.row, packed.column, sums)
 
     def weights(self, call: LinearCall) -> tuple[Sequence[OperandData], Sequence[OperandData]]:
@@ -110,7 +110,7 @@ class Sm100Kernels(GroupedKernels):
         output: Tensor | None,
     ) -> Tensor:
         """See `GroupedKernels`."""
-        return operands.gemm(
+        return products.gemm(
             x,
             weights,
             call.groups,
@@ -127,16 +127,16 @@ class Sm100Kernels(GroupedKernels):
         output: Tensor | None,
     ) -> Tensor:
         """See `GroupedKernels`."""
-        return operands.gemm(dy, weights, call.groups, transpose_w=True, out=buffer_rows(output))
+        return products.gemm(dy, weights, call.groups, transpose_w=True, out=buffer_rows(output))
 
     def weight_grad(self, call: LinearCall, dy: OperandData, x: OperandData) -> WeightGradient:
         """See `GroupedKernels`."""
-        given = operands.wgrad_operands(dy, x, call.groups)
+        given = products.wgrad_operands(dy, x, call.groups)
 
         def gradient(out: Sequence[Tensor] | None, accumulate: bool) -> Tensor | None:
             if out is None:
                 return ops.wgrad(given, torch.bfloat16)
-            if operands.supports_wgrad_outputs(out):
+            if products.supports_wgrad_outputs(out):
                 ops.wgrad_(list(out), given, accumulate)
                 return None
             write(out, ops.wgrad(given, torch.float32), accumulate)
@@ -174,7 +174,7 @@ class Sm100Kernels(GroupedKernels):
     ) -> Activated:
         """See `GroupedKernels`; the kernel always gives the pre-activation."""
         bias = call.linear.stacked_bias(call.ctx, call.ctx.dtype)
-        outputs = operands.glu(x, weights, call.groups, scales, bias=bias, glu=act.glu)
+        outputs = products.glu(x, weights, call.groups, scales, bias=bias, glu=act.glu)
         return Activated(*outputs)
 
     def dglu(
@@ -189,7 +189,7 @@ class Sm100Kernels(GroupedKernels):
     ) -> ActivationGrads:
         """See `GroupedKernels`; the kernel sums the bias's gradient."""
         bias, groups = first.linear.needs_bias_grads(first.ctx), second.call.groups
-        d, dscales, dbias, again = operands.dglu(
+        d, dscales, dbias, again = products.dglu(
             dy, second.weights, groups, preact, scales, bias=bias, glu=act.glu
         )
         output = None
@@ -213,7 +213,7 @@ def _quantized(x: Tensor, ctx: OperationContext, role: Role, uses: Uses, ends: T
     recipe = _recipe(ctx)
     if not isinstance(x, QuantizedTensor) or not uses.column:
         return quantize_operand(x, recipe, role, uses, ends)
-    # Quantized as a whole, so that its column-wise blocks cross the groups: those are made anew.
+    # Quantized as a whole, so that column-wise blocks cross the groups: they are quantized again.
     columns = quantize_operand(x.dequantize(), recipe, role, Uses(column=True), ends)
     return columns._replace(row=quantize_operand(x, recipe, role, Uses(row=uses.row)).row)
 
@@ -224,7 +224,7 @@ def quantize_weights_sm100(
     """Weights as the kernels read them for the forward and, if asked, the data gradient."""
     fmt = recipe.format("weight")
     assert fmt is not None
-    if operands.in_one_pass(weights, fmt):
+    if products.in_one_pass(weights, fmt):
         weight = stack_weights(weights, dtype)
-        return [operands.quantize_packed_weights(weight, fmt, uses.column)]
-    return operands.pack_weights(quantize_weights(weights, recipe, dtype, uses))
+        return [products.quantize_packed_weights(weight, fmt, uses.column)]
+    return products.pack_weights(quantize_weights(weights, recipe, dtype, uses))

@@ -136,7 +136,7 @@ class Sm90Fp8Kernels(GroupedKernels):
         operands = _quantized(x, call, role, rowwise=rowwise, columnwise=columnwise and not later)
         column: Any = operands.column
         if role == "input":
-            column = RowsToQuantize(x.source, None, x.index) if later else _as_it_lies(column)
+            column = RowsToQuantize(x.source, None, x.index) if later else _in_memory_order(column)
         return GroupedOperand(operands.row or row, column)
 
     def weights(self, call: LinearCall) -> tuple[ScaledMatrix, ScaledMatrix | None]:
@@ -219,7 +219,7 @@ class Sm90Fp8Kernels(GroupedKernels):
             act_format=of_input if writes else None,
         )
         sums = None if gradients.values is None else grouped.grouped_sum(gradients.values, ends)
-        output = _as_it_lies(gradients.activation)
+        output = _in_memory_order(gradients.activation)
         if second.lacks_x and not writes:
             rows = glu.forward(input_values(preact, torch.bfloat16), scales)
             output = self.prepare_rows(call, rows, "input", Uses(column=True)).column
@@ -247,8 +247,8 @@ def _format(recipe: Recipe, role: Role) -> NumberFormat:
     return fmt
 
 
-def _as_it_lies(column: ScaledMatrix | None) -> ScaledMatrix | None:
-    """The column-wise use of an input with data ``[columns, padded]``, as it lies in memory.
+def _in_memory_order(column: ScaledMatrix | None) -> ScaledMatrix | None:
+    """The column-wise use of an input ``[columns, padded]`` as its memory: ``[padded, columns]``.
 
     A saved-tensor hook may copy it, and keeps no other layout.
     """

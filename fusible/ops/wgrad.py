@@ -119,7 +119,7 @@ def dense_gradient(dy: Tensor, x: Tensor | None, scale: float | None = None) -> 
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """``a @ b`` in ``dtype``, at least as wide as both, with nothing rounded on the way."""
+    """``a @ b`` in ``dtype``, at least as wide as both, without intermediate rounding."""
     if a.dtype == dtype:
         return a @ b
     if a.is_cuda and dtype == torch.float32:

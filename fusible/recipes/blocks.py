@@ -76,7 +76,7 @@ def group_starts(ends: Tensor) -> Tensor:
 
 
 def column_block_ends(ends: Tensor, along: int) -> Tensor:
-    """Return the cumulative number of column-wise blocks, ``[groups]``; they start anew at each."""
+    """Return the cumulative number of column-wise blocks, ``[groups]``; they restart at each."""
     return ((ends - group_starts(ends) + along - 1) // along).cumsum(0)
 
 
@@ -108,7 +108,7 @@ def group_of_row(ends: Tensor, rows: int) -> Tensor:
     return torch.searchsorted(ends, row, right=True).clamp(max=len(ends) - 1)
 
 
-def scatter_rows(t: Tensor, place: Tensor, size: int) -> Tensor:
+def put_rows(t: Tensor, place: Tensor, size: int) -> Tensor:
     """Return ``size`` rows: those of ``t`` at ``place``, dropped where that is ``size``, and zeros.
 
     ``t`` may have any dtype.
@@ -158,7 +158,7 @@ def _tiled(x: Tensor, height: int, width: int) -> Blocks:
 
 
 class ColumnBlocks(NamedTuple):
-    """Blocks of neighbouring rows, which start anew at every group."""
+    """Blocks of neighbouring rows, which restart at every group."""
 
     block_of_row: Tensor
     """Int64 ``[rows]``; of rows past the last group any."""

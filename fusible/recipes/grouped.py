@@ -130,7 +130,7 @@ def group_quantize(
 ) -> GroupedTensor:
     """Quantize the groups of ``x`` as ``group`` finds them, each with its own scales.
 
-    Groups need no padding: column-wise blocks start anew at each. Raises what
+    Groups need no padding: column-wise blocks restart at each. Raises what
     ``quantization.quantize`` raises, and ValueError for 128x128 blocks.
     """
     ends, fmt = _end_rows(x, num_groups, first_dims), quantizer.format

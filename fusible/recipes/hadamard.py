@@ -29,7 +29,7 @@ def transform(x: Tensor, ends: Tensor | None = None) -> Tensor:
     """Return ``H S x`` of every whole block of rows of ``x`` ``[..., rows, columns]``.
 
     In FP32, the sums in the order of the fast transform; rounded to BF16, as Transformer Engine
-    rounds, unless ``x`` is FP32. ``ends`` are the end rows of groups, at which blocks start anew.
+    rounds, unless ``x`` is FP32. ``ends`` are the end rows of groups, at which blocks restart.
     """
     signs = _signs(x.device)
     out = _map_whole_blocks(x.float(), ends, lambda blocks: _hadamard(blocks * signs))

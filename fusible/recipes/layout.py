@@ -27,7 +27,7 @@ from fusible.recipes.blocks import (
     group_starts,
     padded_size,
     place_rows,
-    scatter_rows,
+    put_rows,
 )
 
 ATOM_ROWS, ATOM_BLOCKS, ATOM_BYTES = 128, 4, 512
@@ -145,7 +145,7 @@ def swizzle_block_scales(
     - row-wise scales ``[rows, blocks]``: every group begins at a tile, the result is
       ``[(rows + 127 * groups) // 128, ceil(blocks / 4), 32, 4, 4]``;
     - ``columnwise`` scales ``[blocks, columns]`` of ``rows`` rows, ``block_size`` (32 in MXFP8, 16
-      in NVFP4) to a block, blocks anew in every group: the MMA's rows are the columns, and every
+      in NVFP4) to a block, blocks restart in every group: the MMA's rows are the columns, and every
       group is a matrix ``[columns, rows of the group]`` of its own, padded to 128 rows. The result
       is one-dimensional, the tiles of a group behind those of the group before.
 
@@ -270,7 +270,7 @@ def _swizzle(
     if columnwise:
         return swizzle_group_scales(scale, rows, ends, block_size)
     _, place = place_rows(ends, rows, ATOM_ROWS)
-    return swizzle_scales(scatter_rows(scale, place, padded_size(rows, len(ends), ATOM_ROWS)))
+    return swizzle_scales(put_rows(scale, place, padded_size(rows, len(ends), ATOM_ROWS)))
 
 
 def _unswizzle(

@@ -42,7 +42,7 @@ def quantize(
 ) -> QuantizedMatrix:
     """Convert ``x`` ``[..., rows, columns]`` to ``fmt``, to be reduced along rows or columns.
 
-    ``ends`` (int32 or int64 ``[groups]``, cumulative end rows, on ``x.device``) starts blocks anew
+    ``ends`` (int32 or int64 ``[groups]``, cumulative end rows, on ``x.device``) restarts blocks
     at each group of rows. The last block of a row, a column or a group may be short: its scale is
     that of the block padded with zeros. Rows past the last end are zero. Column-wise scales of
     group g begin at block ``sum(ceil(rows of earlier groups / B))`` and there are

@@ -447,7 +447,7 @@ def check_transforms(recipe: Recipe) -> None:
 
 
 def _meant(given: object) -> str:
-    """The recipe that was probably meant, as one writes it, or all of them."""
+    """A suggestion for a misspelt recipe, as code: the likely one, or all of them."""
     if isinstance(given, Recipe):
         return repr(given)
     kinds = MXFP8BlockScaling, NVFP4BlockScaling, Float8BlockScaling, Float8CurrentScaling

@@ -512,7 +512,7 @@ def _copy_(
     elif isinstance(source, ValuesView):
         source.shared.update(_aten.copy_.default)
         source = source.plain
-    elif not isinstance(source, Tensor):  # a number, which PyTorch hands over as such
+    elif not isinstance(source, Tensor):  # a number, which PyTorch passes as such
         source = torch.full((), source, dtype=target.dtype, device=target.device)
     with suppress(RuntimeError):  # of other sizes, which quantize_ refuses
         source = source.expand(target.shape)

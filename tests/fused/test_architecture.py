@@ -11,7 +11,7 @@ import fusible as fz
 from fusible.extend import KernelRow, equal, this
 from fusible.fused.grouped_mlp import grouped_mlp
 from fusible.ops.grouped_kernels import Activated, ActivationGrads, GroupedKernels, GroupedOperand
-from fusible.ops.kernel_selection import GroupedKernelsRow
+from fusible.ops.kernel_rows import GroupedKernelsRow
 from fusible.ops.wgrad import WeightGradient
 from fusible.testing import assume_target
 

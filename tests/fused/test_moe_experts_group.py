@@ -126,7 +126,7 @@ def test_experts_over_a_group(cases, run, rule, tmp_path):
                 torch.testing.assert_close(made, wanted, rtol=0, atol=0, msg=f"{case}")
 
 
-def test_gradients_travel_during_the_weight_gradient(tmp_path):
+def test_gradients_are_sent_during_the_weight_gradient(tmp_path):
     case = Case("tokens", BF16)
     for of_rank in results(2, tmp_path, [case], overlapped):
         order = of_rank[str(case)]
@@ -222,7 +222,7 @@ SHARED += [
 ]
 
 
-def test_a_shared_expert_runs_while_sums_and_their_gradients_travel(tmp_path):
+def test_a_shared_expert_runs_while_sums_and_gradients_are_sent(tmp_path):
     for of_rank in results(2, tmp_path, SHARED, with_shared_expert):
         for case in SHARED:
             found = of_rank[str(case)]

@@ -377,10 +377,10 @@ def test_an_activation_that_kernels_lack_is_a_reason():
         fz.GroupedLinear(2, 128, 64, **options),
     )
     x, splits = torch.randn(8, 64, dtype=torch.bfloat16), torch.tensor([4, 4])
-    told = fz.explain(mlp, x, splits, torch.rand(8), splits, target="sm100")
+    explained = fz.explain(mlp, x, splits, torch.rand(8), splits, target="sm100")
     of_bf16 = "act.activation must be one of swiglu, clamped_qgeglu where format.input is none, got"
-    assert f"{of_bf16} situglu" in str(told)
+    assert f"{of_bf16} situglu" in str(explained)
     plain = fz.Sequential(fz.GroupedLinear(2, 64, 128, **options), fz.SReLU(), mlp[2])
     assert f"{of_bf16} srelu" in str(fz.explain(plain, x, splits, splits, target="sm100"))
-    told = fz.explain(mlp, x, splits, torch.rand(8), splits, target="sm90")
-    assert told.fired == ("grouped_mlp_sm90",)
+    explained = fz.explain(mlp, x, splits, torch.rand(8), splits, target="sm90")
+    assert explained.fired == ("grouped_mlp_sm90",)

@@ -10,7 +10,7 @@ from number_formats import NV
 from sm100_operands import largest_of_groups
 
 import fusible as fz
-from fusible.kernels.sm100 import operands, padding, quantizer
+from fusible.kernels.sm100 import padding, products, quantizer
 from fusible.recipes.formats import mxfp8, nvfp4
 from fusible.recipes.quantization import dequantize, quantize
 from fusible.testing import assume_target
@@ -92,7 +92,7 @@ def test_what_amax_must_be():
 
     def made(amax, fmt=None):
         options = quantizer.QuantizeOptions(True, False, amax=amax)
-        return operands.quantize(x, fmt or nvfp4(), ends, padded, options)
+        return products.quantize_padded(x, fmt or nvfp4(), ends, padded, options)
 
     for wrong in (
         torch.ones(2),
@@ -162,7 +162,7 @@ def test_the_grouped_mlp_uses_them(splits, act, monkeypatch):
     scales, splits = torch.randn(rows, requires_grad=True), torch.tensor(sizes)
     leaves, results = [x, scales, *module.parameters()], []
     for quantize_ in (quantizer.quantize_packed, without_amax):
-        monkeypatch.setattr(operands, "quantize_packed", quantize_)
+        monkeypatch.setattr(products, "quantize_packed", quantize_)
         calls = Recorded(shape_of_amax)
         with calls, assume_target("sm100"), fz.autocast(recipe=NV):
             y = module(x, splits, scales, splits)

@@ -11,7 +11,7 @@ from number_formats import MX, NV, NV_RHT_2D
 import fusible as fz
 from fusible import recipes
 from fusible.fused import RULES
-from fusible.kernels.sm100 import operands
+from fusible.kernels.sm100 import products
 from fusible.ops import sm100_kernels
 from fusible.recipes.formats import mxfp8, nvfp4
 from fusible.recipes.grouped import group_quantize
@@ -277,7 +277,7 @@ def test_without_scales_is_bitwise_with_ones(recipe, plain, scaled):
     assert other.plan.fired == ("grouped_mlp_sm100",)
 
 
-def test_nvfp4_as_it_is_trained_with():
+def test_nvfp4_with_default_options():
     """Gradients are rounded stochastically: repeated by the seed, near those rounded to nearest."""
     rows, sizes = SPLITS["around a tile"]
     module, given = mlp(len(sizes)), inputs(rows, sizes)
@@ -412,8 +412,8 @@ class Recorded:
 def test_weights_in_one_pass_are_those_quantized_and_then_packed(fmt, shape):
     w = torch.randn(shape, dtype=BF16)
     operand = Operand(*quantize_matrix(w, fmt, rowwise=True, columnwise=True))
-    (theirs,) = operands.pack_weights([operand])
-    for a, b in zip(operands.quantize_packed_weights(w, fmt, True)[:2], theirs[:2], strict=True):
+    (theirs,) = products.pack_weights([operand])
+    for a, b in zip(products.quantize_packed_weights(w, fmt, True)[:2], theirs[:2], strict=True):
         for mine, other in ((a.data, b.data), (a.scale, b.scale)):
             assert torch.equal(mine.view(torch.uint8).flatten(), other.view(torch.uint8).flatten())
         if b.tensor_scale is not None:
@@ -505,7 +505,7 @@ def test_quantized_input_is_used_as_is():
 
 
 def test_input_quantized_as_a_whole_is_used_as_is_along_its_rows(own_fusions):
-    """Its blocks along the columns cross groups: those are made anew."""
+    """Its blocks along the columns cross groups: those are quantized again."""
     rows, sizes = SPLITS["ragged"]
     module, (x, splits, scales, _) = mlp(3), inputs(rows, sizes)
     randomize(module, (x, splits, scales))

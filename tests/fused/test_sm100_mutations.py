@@ -34,7 +34,7 @@ from test_sm100_mlp import (
 from torch import Tensor
 
 import fusible as fz
-from fusible.kernels.sm100 import limits, operands, padding
+from fusible.kernels.sm100 import limits, padding, products
 from fusible.testing import emulator_sm100 as emulator
 
 Change = Callable[[str, dict], dict]
@@ -188,18 +188,18 @@ def padding_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
             out[stale] = torch.nan
         return out
 
-    monkeypatch.setattr(operands, "pad_rows", pad_rows)
+    monkeypatch.setattr(products, "pad_rows", pad_rows)
 
 
 def tails_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     """The row that rows of no group are read from is not cleared."""
-    whole = operands.unpad_rows
-    monkeypatch.setattr(operands, "unpad_rows", lambda t, padded, out=None: whole(t + 1e-3, padded))
+    whole = products.unpad_rows
+    monkeypatch.setattr(products, "unpad_rows", lambda t, padded, out=None: whole(t + 1e-3, padded))
 
 
 def weights_quantized_along_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The data gradient reads what the forward reads, with the column-wise scales."""
-    whole = operands.pack_weights
+    whole = products.pack_weights
 
     def pack_weights(weights: list[Any]) -> list[Any]:
         return [
@@ -207,7 +207,7 @@ def weights_quantized_along_rows(monkeypatch: pytest.MonkeyPatch) -> None:
             for packed, weight in zip(whole(weights), weights, strict=True)
         ]
 
-    monkeypatch.setattr(operands, "pack_weights", pack_weights)
+    monkeypatch.setattr(products, "pack_weights", pack_weights)
 
 
 def recomputed_along_rows(monkeypatch: pytest.MonkeyPatch) -> None:

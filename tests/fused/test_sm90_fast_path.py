@@ -108,7 +108,7 @@ def test_gradients_outside_of_autograd(build, single, bias, to):
 
 
 @pytest.mark.parametrize("to", [TO_MAIN_GRAD, DELAYED], ids=str)
-def test_none_of_them_for_the_input_alone(to):
+def test_no_weight_gradients_where_only_the_input_needs_one(to):
     model = mlp(**to)
     given = inputs(model)
     got, added = steps(model, given, True, inputs=[given[0]])
@@ -147,7 +147,7 @@ def test_without_gradients(build, bias):
 
 
 @pytest.mark.parametrize("build", [linear, glu, mlp])
-def test_a_graph_that_is_kept(build):
+def test_retain_graph(build):
     model = build()
     given = inputs(model)
     assert_graph_may_be_kept(model, given)
@@ -255,7 +255,7 @@ def unaligned(t):
         "scales of a subclass",
     ],
 )  # fmt: skip
-def test_what_asks_for_more_goes_the_op_s_way(build, change):
+def test_calls_that_it_does_not_support_run_the_op_path(build, change):
     model = build()
     given = inputs(model)
     given = given if change is None else change(*given)

@@ -208,7 +208,7 @@ def test_nothing_empty_is_saved(recipe, frozen):
     assert min(sizes) > 0
 
 
-def test_a_graph_that_is_kept():
+def test_retain_graph():
     model = mlp()
     assert_graph_may_be_kept(model, inputs(model), BLOCK_FP8)
 
@@ -273,7 +273,7 @@ def test_a_stored_weight_may_begin_anywhere():
     ],
     ids=["3-D", "strided", "no rows", "transposed"],
 )
-def test_what_asks_for_more_goes_the_op_s_way(model, change):
+def test_calls_that_it_does_not_support_run_the_op_path(model, change):
     model = model()
     x, _, scales, _ = inputs(model)
     x = change(x)
@@ -299,7 +299,7 @@ def wrapped(model):
     return model
 
 
-def test_what_sees_or_holds_more_goes_the_op_s_way():
+def test_modes_and_wrapped_weights_run_the_op_path():
     model, out = mlp(), torch.empty(ROWS, HIDDEN, dtype=BF16)
     given = inputs(model)
     want = call(model, given, recipe=BLOCK_FP8)

@@ -142,7 +142,7 @@ def test_every_write_is_seen_without_a_promise(write, single, fresh_compiler):
     assert equal(after, fresh(op))
 
 
-def test_a_graph_that_writes_weights_ends_the_keeping(monkeypatch):
+def test_a_graph_that_writes_weights_ends_caching(monkeypatch):
     op = stored(True)
     step(op)
     with monkeypatch.context() as patch:

@@ -560,7 +560,7 @@ def test_a_notebook_shows_what_print_does():
     ) in [repr(refusal) for refusal in refusals]
 
 
-def test_runs_alike_are_told_once():
+def test_equal_runs_are_shown_once():
     layers = [fz.Sequential(fz.Linear(8, 8), fz.SiLU()) for _ in range(5)]
     model = nn.Sequential(*layers, nn.Tanh(), fz.GELU(), fz.Linear(8, 8))
     explained = fz.explain(model, torch.randn(3, 8))
@@ -568,12 +568,12 @@ def test_runs_alike_are_told_once():
     assert explained.fired == ("linear_bias_activation",) * 6
     text = str(explained)
     assert text.count("SiLU()") == 1
-    more = "4 more alike: Sequential.1.0 to Sequential.1.1; ...; Sequential.4.0 to Sequential.4.1"
+    more = "4 equal runs: Sequential.1.0 to Sequential.1.1; ...; Sequential.4.0 to Sequential.4.1"
     assert more in text.splitlines()
     assert "Sequential.6: cpu" in text
     drawing = explained.to_svg()
     assert drawing.count(">as written<") == 3
-    assert "Sequential.0.0 to Sequential.0.1 and 4 alike: cpu" in drawing
+    assert "Sequential.0.0 to Sequential.0.1 and 4 equal runs: cpu" in drawing
 
 
 def test_what_ended_a_run_is_named():
@@ -581,14 +581,14 @@ def test_what_ended_a_run_is_named():
     model = nn.Sequential(OrderedDict(mlp=fz.Sequential(*ops)))
     explained = fz.explain(model, torch.randn(3, 8))
     dropout = "Dropout at Sequential.mlp.2 is an ordinary module, which ends a run of ops"
-    assert explained.ends == (dropout,)
+    assert explained.run_ends == (dropout,)
     assert str(explained).endswith(dropout)
     ops[1].register_forward_hook(lambda *_: None)
     explained = fz.explain(model, torch.randn(3, 8))
     hook = "GELU at Sequential.mlp.1 has a forward hook, which ends a run of ops; rules not tried"
-    assert explained.ends[0].startswith(f"{hook} for that: linear_bias_activation")
-    assert explained.ends[1:] == (dropout,)
-    assert fz.explain(fz.Sequential(fz.Linear(8, 8), fz.SiLU()), torch.randn(3, 8)).ends == ()
+    assert explained.run_ends[0].startswith(f"{hook} for that: linear_bias_activation")
+    assert explained.run_ends[1:] == (dropout,)
+    assert fz.explain(fz.Sequential(fz.Linear(8, 8), fz.SiLU()), torch.randn(3, 8)).run_ends == ()
 
 
 def test_all_ops_that_refuse_are_listed():

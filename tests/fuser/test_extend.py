@@ -234,8 +234,8 @@ def test_a_rule_runs_on_the_kernels_of_the_first_row_that_applies(own_fusions):
     for sm in (80, 70):
         assert fz.explain(seq, torch.ones(3), target=f"sm{sm}").fired == (f"scaled_sm{sm}",)
     assert made == [80, 70]
-    told = fz.explain(seq, torch.ones(3, requires_grad=True), target="sm80").plans[0]
-    assert [(r.rule.name, len(r.reasons)) for r in told.refusals] == [
+    explained = fz.explain(seq, torch.ones(3, requires_grad=True), target="sm80").plans[0]
+    assert [(r.rule.name, len(r.reasons)) for r in explained.refusals] == [
         ("scaled_sm70", 2),  # those of the row and of the rule
         ("scaled_sm80", 1),
     ]

@@ -12,8 +12,8 @@ import fusible as fz
 from fusible.fuser import target as targets
 from fusible.kernels.runtime import gpu
 from fusible.kernels.runtime.provider import use_provider
-from fusible.kernels.sm100 import launch, ops
-from fusible.kernels.sm100.checks import FP4, address_unit
+from fusible.kernels.sm100 import ops, warmup
+from fusible.kernels.sm100.checks import FP4_BYTES, address_unit
 from fusible.kernels.sm100.padding import PaddedGroups, packed_rows
 from fusible.recipes.formats import nvfp4
 from fusible.recipes.quantize_ops import quantize_matrix
@@ -100,29 +100,29 @@ def test_each_device_is_warmed_up(monkeypatch):
     capturing = False
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace())
-    monkeypatch.setattr(launch, "_warm", set())
-    monkeypatch.setattr(launch, "_last_streams", {})
-    launch.before_launch(GPU, "gemm", 1)
+    monkeypatch.setattr(warmup, "_warm", set())
+    monkeypatch.setattr(warmup, "_last_streams", {})
+    warmup.before_launch(GPU, "gemm", 1)
     capturing = True
-    launch.before_launch(GPU, "gemm", 1)
+    warmup.before_launch(GPU, "gemm", 1)
     with pytest.raises(RuntimeError, match="must have run once before a CUDA graph"):
-        launch.before_launch(torch.device("cuda", 1), "gemm", 1)
+        warmup.before_launch(torch.device("cuda", 1), "gemm", 1)
 
 
 def test_a_compilation_is_logged_at_the_first_launch_of_a_configuration(monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace())
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
-    monkeypatch.setattr(launch, "_warm", set())
-    monkeypatch.setattr(launch, "_last_streams", {})
+    monkeypatch.setattr(warmup, "_warm", set())
+    monkeypatch.setattr(warmup, "_last_streams", {})
     kernels = SimpleNamespace(grouped_gemm_wrapper_sm100=lambda: None)
-    told = []
+    logged = []
     with use_provider(kernels), caplog.at_level(logging.INFO, "fusible"):
         for device, size in ((GPU, 1), (GPU, 1), (GPU, 2), (torch.device("cuda", 1), 1), (CPU, 3)):
             caplog.clear()
             ops._run(device, "grouped_gemm", (size,))
-            told.append(sum("compiled and launched" in m for m in caplog.messages))
-    assert told == [1, 0, 1, 1, 0]
+            logged.append(sum("compiled and launched" in m for m in caplog.messages))
+    assert logged == [1, 0, 1, 1, 0]
 
 
 def test_weights_side_by_side_are_a_configuration_of_their_own(monkeypatch):
@@ -150,7 +150,7 @@ def test_weights_side_by_side_are_a_configuration_of_their_own(monkeypatch):
 
 def test_fp4_elements_begin_where_the_kernels_read_them():
     row, _ = quantize_matrix(torch.randn(256, 64), nvfp4(), rowwise=True, columnwise=False)
-    room = torch.empty(row.data.numel() + 64, dtype=FP4)
+    room = torch.empty(row.data.numel() + 64, dtype=FP4_BYTES)
     start = -room.data_ptr() % 32 + 16
     moved = room[start : start + row.data.numel()].view(row.data.shape).copy_(row.data)
     places = PaddedGroups(torch.tensor([256], dtype=torch.int32), None, 256)

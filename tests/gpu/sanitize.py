@@ -267,11 +267,11 @@ def few_rows() -> None:
                 stored = StoredWeights.of([part.matrix() for part in parts])
                 x, ends = random(sum(sizes) + 2, 96), torch.tensor(sizes, device="cuda").cumsum(0)
                 bias, scales = random(4, 72), torch.rand(len(x), device="cuda")
-                grouped.stored_mm(x, stored, fmt, ends.int(), bias, scales)
-                grouped.stored_glu(x, stored, fmt, ends.int(), scales, Glu("srelu"), bias)
+                grouped.grouped_mm_stored(x, stored, fmt, ends.int(), bias, scales)
+                grouped.grouped_glu_stored(x, stored, fmt, ends.int(), scales, Glu("srelu"), bias)
                 w = random(4, 80, 96)
                 stored = StoredWeights.of([QuantizedTensor.quantize(w, fmt).matrix()])
-                grouped.stored_glu(x, stored, fmt, ends.int(), None, Glu("swiglu", 8))
+                grouped.grouped_glu_stored(x, stored, fmt, ends.int(), None, Glu("swiglu", 8))
 
 
 if __name__ == "__main__":

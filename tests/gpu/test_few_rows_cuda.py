@@ -58,9 +58,9 @@ def test_products(fmt, features, separate, sizes, tail):
     exact = product(x, values, sizes)
     of_row = bias.double().repeat_interleave(torch.tensor(sizes, device="cuda"), 0)
 
-    got = few_rows.grouped_mm(x, weights, fmt, ends)
+    got = few_rows.grouped_mm_stored(x, weights, fmt, ends)
     assert_near(got, exact, live)
-    got = few_rows.grouped_mm(x, weights, fmt, ends, bias, scale)
+    got = few_rows.grouped_mm_stored(x, weights, fmt, ends, bias, scale)
     want = exact.clone()
     want[:live] += of_row * scale[:live, None].double()
     assert_near(got, want, live)
@@ -70,7 +70,7 @@ def test_products(fmt, features, separate, sizes, tail):
     for glu in (Glu("swiglu"), Glu("swiglu", 8), Glu("srelu")):
         if columns % (glu.sides * max(glu.interleave, 8)):
             continue
-        got = few_rows.grouped_glu(x, weights, fmt, ends, scale, glu, bias)
+        got = few_rows.grouped_glu_stored(x, weights, fmt, ends, scale, glu, bias)
         act = glu.forward(want.float(), scale).double()
         act[live:] = 0
         assert_near(got, act, live)
@@ -82,7 +82,7 @@ def test_nan_of_weights_comes_out(fmt):
     w[1, 5, 7] = torch.nan
     weights, values = stored(w, fmt)
     x = torch.ones(4, 128, device="cuda").bfloat16()
-    got = few_rows.grouped_mm(x, weights, fmt, ends_of((2, 2)))
+    got = few_rows.grouped_mm_stored(x, weights, fmt, ends_of((2, 2)))
     assert torch.equal(got.isnan(), product(x, values, (2, 2)).isnan())
 
 
@@ -91,7 +91,7 @@ def test_nan_elements_come_out_in_all_rows(at):
     weights, _ = stored(torch.randn(1, 64, 128, device="cuda").bfloat16(), mxfp8())
     weights.data[0].view(torch.uint8)[0, 3, at] = 0xFF
     x = torch.zeros(11, 128, device="cuda").bfloat16()
-    got = few_rows.grouped_mm(x, weights, mxfp8(), ends_of((11,)))
+    got = few_rows.grouped_mm_stored(x, weights, mxfp8(), ends_of((11,)))
     assert got[:, 3].isnan().all()
     assert got.isnan().sum() == 11
 
@@ -102,7 +102,7 @@ def test_scales_far_from_one(fmt, exponent):
     w = (torch.randn(1, 64, 128, device="cuda") * 2.0**exponent).bfloat16()
     weights, values = stored(w, fmt)
     x = (torch.randn(4, 128, device="cuda") * 2.0 ** (-exponent / 2)).bfloat16()
-    got = few_rows.grouped_mm(x, weights, fmt, ends_of((4,)))
+    got = few_rows.grouped_mm_stored(x, weights, fmt, ends_of((4,)))
     assert_near(got, product(x, values, (4,)), 4)
 
 
@@ -114,7 +114,7 @@ def test_every_element_and_half_of_the_scales():
     for byte in range(64, 192):
         scale = torch.full((1, 256, 1), byte, dtype=torch.uint8, device="cuda")
         weights = StoredWeights([data.view(torch.float8_e4m3fn)], [scale], [])
-        got = few_rows.grouped_mm(x, weights, mxfp8(), ends_of((32,)))
+        got = few_rows.grouped_mm_stored(x, weights, mxfp8(), ends_of((32,)))
         want = data[0, :, 0].view(torch.float8_e4m3fn).double() * 2.0 ** (byte - 127)
         torch.testing.assert_close(
             got.double(), want.expand(32, -1), rtol=0, atol=0, equal_nan=True
@@ -125,8 +125,8 @@ def test_rows_that_are_many_are_not_multiplied():
     weights, values = stored(torch.randn(2, 64, 128, device="cuda").bfloat16(), nvfp4())
     x = torch.randn(2 * few_rows.max_rows(nvfp4()) + 1, 128, device="cuda").bfloat16()
     sizes = (len(x) - 1, 1)
-    assert few_rows.grouped_mm(x, weights, nvfp4(), ends_of(sizes)) is NotImplemented
-    got = grouped.stored_mm(x, weights, nvfp4(), ends_of(sizes))
+    assert few_rows.grouped_mm_stored(x, weights, nvfp4(), ends_of(sizes)) is NotImplemented
+    got = grouped.grouped_mm_stored(x, weights, nvfp4(), ends_of(sizes))
     assert (got.double() - product(x, values, sizes)).norm() <= 6e-3 * got.double().norm()
 
 
@@ -138,8 +138,8 @@ def test_weights_that_begin_anywhere_are_dequantized(part):
     moved = torch.empty(at.numel() + 1, dtype=torch.uint8, device="cuda")[1:].view(at.shape)
     weights[part][0] = moved.copy_(at).view(weights[part][0].dtype)
     x = torch.randn(5, 128, device="cuda").bfloat16()
-    assert few_rows.grouped_mm(x, weights, mxfp8(), ends_of((3, 2))) is NotImplemented
-    got = grouped.stored_mm(x, weights, mxfp8(), ends_of((3, 2)))
+    assert few_rows.grouped_mm_stored(x, weights, mxfp8(), ends_of((3, 2))) is NotImplemented
+    got = grouped.grouped_mm_stored(x, weights, mxfp8(), ends_of((3, 2)))
     assert_near(got, product(x, values, (3, 2)), 5)
 
 
@@ -151,7 +151,7 @@ def test_one_group_of_all_and_many_groups(separate):
         sizes = [0] * groups
         sizes[-1], sizes[groups // 2] = 5, 3 + sizes[groups // 2]
         x = torch.randn(sum(sizes) + 2, 64, device="cuda").bfloat16()
-        got = few_rows.grouped_mm(x, weights, mxfp8(), ends_of(sizes))
+        got = few_rows.grouped_mm_stored(x, weights, mxfp8(), ends_of(sizes))
         assert_near(got, product(x, values, sizes), sum(sizes))
 
 
@@ -160,12 +160,14 @@ def test_bits_repeat_and_graphs_take_other_groups():
     x = torch.randn(24, 512, device="cuda").bfloat16()
     sizes = torch.tensor([3] * 8, device="cuda", dtype=torch.int32)
     with never_waiting():
-        graph, got = graph_of(lambda: grouped.stored_mm(x, weights, nvfp4(), sizes.cumsum(0).int()))
+        graph, got = graph_of(
+            lambda: grouped.grouped_mm_stored(x, weights, nvfp4(), sizes.cumsum(0).int())
+        )
     for case in ([3] * 8, [24] + [0] * 7, [0, 1, 2, 3, 4, 5, 0, 0]):
         sizes.copy_(torch.tensor(case))
         graph.replay()
         assert_near(got, product(x, values, case), sum(case))
-        again = grouped.stored_mm(x, weights, nvfp4(), sizes.cumsum(0).int())
+        again = grouped.grouped_mm_stored(x, weights, nvfp4(), sizes.cumsum(0).int())
         assert torch.equal(got, again)
 
 

@@ -14,7 +14,7 @@ from checks import graph_of, never_waiting
 from number_formats import MX, NV
 
 import fusible as fz
-from fusible.kernels.sm100 import operands, quantizer
+from fusible.kernels.sm100 import products, quantizer
 from fusible.testing import assume_target
 
 pytestmark = [
@@ -113,7 +113,7 @@ def test_largest_magnitudes_are_those_of_what_the_kernels_wrote(splits, monkeypa
             ref.assert_same_bits(made, without)
         return made
 
-    monkeypatch.setattr(operands, "quantize_packed", both)
+    monkeypatch.setattr(products, "quantize_packed", both)
     rows, sizes = SPLITS[splits]
     step(mlp(len(sizes)), inputs(rows, sizes), NVFP4, "cuda")
     assert given_to == [1, 2]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import fusible as fz
 from fusible import recipes
-from fusible.kernels.sm100 import operands, padding, quantizer
+from fusible.kernels.sm100 import padding, products, quantizer
 from fusible.kernels.sm100.quantizer import QuantizeOptions, quantize_packed
 from fusible.recipes.formats import mxfp8, nvfp4
 from fusible.recipes.quantize_ops import quantize_matrix
@@ -178,7 +178,7 @@ def test_sums_of_the_rows_on_the_way(fmt, splits, columns, scaled, dtype):
 def test_weights_in_one_pass_are_those_of_the_host(fmt, shape):
     w = torch.randn(shape, dtype=BF16)
     mine, theirs = (
-        operands.quantize_packed_weights(w.to(d), FORMATS[fmt], True) for d in ("cuda", "cpu")
+        products.quantize_packed_weights(w.to(d), FORMATS[fmt], True) for d in ("cuda", "cpu")
     )
     for a, b in zip(mine[:2], theirs[:2], strict=True):
         for x, y in ((a.data, b.data), (a.scale, b.scale)):

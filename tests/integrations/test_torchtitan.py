@@ -1,4 +1,4 @@
-"""``fusible.integrations.torchtitan`` beside torchtitan's own experts.
+"""``fusible.integrations.torchtitan`` compared with torchtitan's own experts.
 
 torchtitan's requirements do not go with those of other tests: ``make torchtitan`` runs these in an
 environment of its own.

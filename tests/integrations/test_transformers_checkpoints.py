@@ -38,8 +38,10 @@ def test_logits_are_those_of_the_decoded_model(
             assert weight.format.name == name
             assert weight.columnwise_data is None
             assert not weight.requires_grad
-    product, multiplied = grouped.stored_mm, []
-    monkeypatch.setattr(grouped, "stored_mm", lambda x, *a: multiplied.append(x) or product(x, *a))
+    product, multiplied = grouped.grouped_mm_stored, []
+    monkeypatch.setattr(
+        grouped, "grouped_mm_stored", lambda x, *a: multiplied.append(x) or product(x, *a)
+    )
     assert_same_logits(stored, expected)
     assert len(multiplied) == 2 * len(experts_of(stored))  # by the weights as they are stored
     decoded = load(quantized, experts_implementation="eager")

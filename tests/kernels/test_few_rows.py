@@ -164,10 +164,10 @@ def test_ops_are_those_of_the_values(fmt, separate):
     x, ends = torch.randn(12, 64).bfloat16(), torch.tensor([3, 3, 9, 10], dtype=torch.int32)
     bias, scales = torch.randn(4, 32).bfloat16(), torch.rand(12)
     for given in ((), (bias,), (bias, scales)):
-        got = grouped.stored_mm(x, w, fmt, ends, *given)
+        got = grouped.grouped_mm_stored(x, w, fmt, ends, *given)
         assert torch.equal(got, grouped.grouped_mm(x, [*values], ends, *given))
     for glu in (Glu(), Glu("swiglu", 8), Glu("srelu")):
-        got = grouped.stored_glu(x, w, fmt, ends, scales, glu, bias)
+        got = grouped.grouped_glu_stored(x, w, fmt, ends, scales, glu, bias)
         want = grouped.grouped_glu(x, [*values], ends, scales, glu, bias, False)[1]
         assert torch.equal(got, want)
         assert not got[10:].any()
@@ -187,7 +187,7 @@ def test_what_is_launched(launches):
     w, _ = random_stored(nvfp4(), 4, 64, 256, False)
     x, ends = torch.randn(9, 256).bfloat16(), torch.tensor([3, 3, 8, 9], dtype=torch.int32)
     bias, scales = torch.randn(4, 64).bfloat16(), torch.rand(9, dtype=torch.float64)
-    out = few_rows.grouped_glu(x, w, nvfp4(), ends, scales, Glu("swiglu", 8, 1.0), bias)
+    out = few_rows.grouped_glu_stored(x, w, nvfp4(), ends, scales, Glu("swiglu", 8, 1.0), bias)
     ((path, (spec,), device, *args),) = launches
     assert (path, device) == ("few_rows.product.product", x.device)
     assert spec == FewRowsSpec(nvfp4(), False, True, "f32", "swiglu", 8, True, 4, 2)
@@ -201,11 +201,11 @@ def test_what_is_launched(launches):
     assert torch.equal(args[7], scales.float())
     assert given[8:] == [out.data_ptr(), 9, 32, 256, 4, 1.0, 0.0, 0.0, 5]
 
-    few_rows.grouped_mm(x, w, nvfp4(), ends, None, scales[:3])  # which nothing reads
+    few_rows.grouped_mm_stored(x, w, nvfp4(), ends, None, scales[:3])  # which nothing reads
     assert launches[1][1] == (FewRowsSpec(nvfp4(), warps_across=4, row_tiles=2),)
-    assert few_rows.grouped_mm(x[:0], w, nvfp4(), torch.zeros_like(ends)).shape == (0, 64)
+    assert few_rows.grouped_mm_stored(x[:0], w, nvfp4(), torch.zeros_like(ends)).shape == (0, 64)
     many = torch.randn(few_rows.max_rows(nvfp4()) * 4 + 1, 256).bfloat16()
-    assert few_rows.grouped_mm(many, w, nvfp4(), ends) is NotImplemented
+    assert few_rows.grouped_mm_stored(many, w, nvfp4(), ends) is NotImplemented
     assert len(launches) == 2
 
 
@@ -216,7 +216,7 @@ def test_weights_that_begin_anywhere_are_not_launched(part, launches):
     moved = torch.empty(at.numel() + 1, dtype=torch.uint8)[1:].view(at.shape)
     w[part][0] = moved.copy_(at).view(w[part][0].dtype)
     x, ends = torch.randn(5, 128).bfloat16(), torch.tensor([3, 5], dtype=torch.int32)
-    assert few_rows.grouped_mm(x, w, mxfp8(), ends) is NotImplemented
+    assert few_rows.grouped_mm_stored(x, w, mxfp8(), ends) is NotImplemented
     assert not launches
 
 
@@ -224,7 +224,7 @@ def test_operands_that_do_not_fit_raise(launches):
     w, _ = random_stored(mxfp8(), 2, 64, 128, False)
     x, ends = torch.randn(5, 128).bfloat16(), torch.tensor([3, 5], dtype=torch.int32)
     bias, scale = torch.randn(2, 64).bfloat16(), torch.rand(5)
-    few_rows.grouped_mm(x, w, mxfp8(), ends, bias, scale)
+    few_rows.grouped_mm_stored(x, w, mxfp8(), ends, bias, scale)
     for wrong, named in (
         ((x[:, :64], ends, bias, scale), "x must have 128 columns"),
         ((x, ends.long(), bias, scale), "ends must be"),
@@ -233,7 +233,7 @@ def test_operands_that_do_not_fit_raise(launches):
         ((x, ends, bias, scale[:4]), "scales must have"),
     ):
         with pytest.raises(ValueError, match=named):
-            few_rows.grouped_mm(wrong[0], w, mxfp8(), *wrong[1:])
+            few_rows.grouped_mm_stored(wrong[0], w, mxfp8(), *wrong[1:])
     for part in (
         w._replace(scale=[w.scale[0][:, :32].contiguous()]),
         w._replace(tensor_scale=[torch.ones(2, 1)]),
@@ -241,7 +241,7 @@ def test_operands_that_do_not_fit_raise(launches):
         w._replace(data=[w.data[0].to("meta")]),
     ):
         with pytest.raises(ValueError, match="of weights in mxfp8_e4m3 must be"):
-            few_rows.grouped_mm(x, part, mxfp8(), ends)
+            few_rows.grouped_mm_stored(x, part, mxfp8(), ends)
     assert len(launches) == 1
 
 
@@ -295,7 +295,7 @@ def arguments(dtype=torch.bfloat16):
 def calls(monkeypatch):
     """The names of the ops for stored weights that are called from now on."""
     made = []
-    for name in ("stored_mm", "stored_glu"):
+    for name in ("grouped_mm_stored", "grouped_glu_stored"):
         op = getattr(grouped, name)
         monkeypatch.setattr(grouped, name, lambda *a, n=name, op=op: made.append(n) or op(*a))
     return made
@@ -321,13 +321,13 @@ def test_inference_multiplies_weights_as_they_are_stored(recipe, separate, usage
         want = plain(*given)
         assert made == []
         assert torch.equal(block(*given), want)
-        assert made == ["stored_mm"] * 2
+        assert made == ["grouped_mm_stored"] * 2
         # The plan of Hopper, with its activation in the epilogue, by the definitions of the CPU.
         with assume_target("sm90"):
             assert any(isinstance(op, GroupedMLP) for op in block_plan(block, given))
             made.clear()
             assert torch.equal(block(*given), want)
-        assert made == ["stored_glu", "stored_mm"]
+        assert made == ["grouped_glu_stored", "grouped_mm_stored"]
     x = given[0].clone().requires_grad_()
     before = len(made)
     block(x, *given[1:]).sum().backward()
@@ -365,7 +365,7 @@ def test_under_the_recipe_of_their_format(monkeypatch):
         want = plain(*given)
         assert made == []
         assert torch.equal(block(*given), want)
-    assert made == ["stored_mm"] * 2
+    assert made == ["grouped_mm_stored"] * 2
 
 
 def test_trained_biases_need_the_preactivation(monkeypatch):

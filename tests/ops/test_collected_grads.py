@@ -100,7 +100,7 @@ def test_two_uses_of_a_weight_overwrite_main_grad_once():
         assert torch.allclose(weight.main_grad, w.grad)
 
 
-def test_the_memory_of_a_backward_that_failed_goes_with_the_next_one():
+def test_the_memory_of_a_failed_backward_is_freed_by_the_next_backward():
     model, _ = linear(delay_wgrad_compute=True)
 
     def fail(_):

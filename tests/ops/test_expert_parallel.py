@@ -1,4 +1,4 @@
-"""Experts shared among gloo processes, beside one process that holds all tokens and all experts."""
+"""Experts shared among gloo processes, compared with one process that holds all of them."""
 
 import datetime
 from unittest.mock import Mock, patch
@@ -257,7 +257,7 @@ def by_memory_in_turns(name, group, rank, processes):
 
 
 class Fails(fz.Identity):
-    """A part of a shared expert that fails in the forward or the backward, while sums travel."""
+    """A part of a shared expert that fails in the forward or the backward, while sums are sent."""
 
     at = ""
 

@@ -414,7 +414,7 @@ def test_names_like_those_that_pytorch_registers_may_be_an_ops_own():
     torch.testing.assert_close(dw_g, x.sum(0) * op.w)
 
 
-def test_an_op_that_cannot_run_is_no_matter_to_others_alike(fresh_compiler):
+def test_an_op_that_cannot_run_does_not_affect_equal_ops(fresh_compiler):
     broken, sound = fz.Sequential(fz.RMSNorm(32)), fz.Sequential(fz.RMSNorm(32))
     x = torch.randn(3, 32)
     broken(x)

@@ -86,7 +86,7 @@ def test_one_group():
     here.load_state_dict(there.state_dict())
 
 
-def test_incomplete_layouts_are_complained_about():
+def test_incomplete_layouts_raise():
     state = build(False).state_dict()
     del state["0.weight1"]
     for strict in (True, False):
@@ -101,7 +101,7 @@ def test_incomplete_layouts_are_complained_about():
         build(False, groups=2).load_state_dict(build(True).state_dict())
 
 
-def test_both_layouts_at_once_are_complained_about():
+def test_both_layouts_at_once_raise():
     single, separate = build(True), build(False)
     state = {**single.state_dict(), **separate.state_dict()}
     with pytest.raises(RuntimeError, match=r"Unexpected .*0\.weight0"):

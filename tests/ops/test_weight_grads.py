@@ -138,7 +138,7 @@ def transpose_weights(mlp):
 @pytest.mark.usefixtures("cpu_or_hopper")
 @some_paths("unfused", "unfused mxfp8", "sm90", "sm90 experts", "sm90 mxfp8", "sm90 fp8")
 @layouts
-def test_gradients_lie_as_their_weights(path, single):
+def test_gradients_have_the_layout_of_weights(path, single):
     want, *_ = expected(path, single)
     mlp = transpose_weights(build(path, single))
     grads = {}
@@ -167,7 +167,7 @@ def test_gradients_lie_as_their_weights(path, single):
 )
 @layouts
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_main_grads_lie_anyhow(path, single, dtype):
+def test_main_grads_of_any_layout(path, single, dtype):
     want, *_ = expected(path, single)
     for turn in (lambda t: t, lambda t: t.mT.contiguous().mT):
         mlp = transpose_weights(build(path, single, accumulate_into_main_grad=True))
@@ -199,17 +199,17 @@ def test_products_of_bf16_reach_fp32_unrounded(single):
 def test_what_autograd_gets_instead(path):
     mlp = build(path, False, accumulate_into_main_grad=True)
     give_main_grads(mlp)
-    told, zeroed, silent, *_ = weights(mlp)
-    for w in (told, zeroed):
+    flagged, zeroed, silent, *_ = weights(mlp)
+    for w in (flagged, zeroed):
         w.grad_added_to_main_grad = False
     zeroed.zero_out_wgrad = True
     ran = []
-    told.register_post_accumulate_grad_hook(lambda p: ran.append(p.grad_added_to_main_grad))
+    flagged.register_post_accumulate_grad_hook(lambda p: ran.append(p.grad_added_to_main_grad))
     run(path, mlp)
     assert ran == [True]
     assert zeroed.grad_added_to_main_grad
     assert not hasattr(silent, "grad_added_to_main_grad")
-    assert (told.grad.shape, told.grad.dtype) == (told.shape, told.dtype)
+    assert (flagged.grad.shape, flagged.grad.dtype) == (flagged.shape, flagged.dtype)
     assert torch.equal(zeroed.grad, torch.zeros_like(zeroed))
     assert silent.grad is None
 

@@ -531,7 +531,7 @@ def test_copies_of_ops_have_no_gradients():
 
 
 @each_recipe
-def test_quantize_hands_over_what_its_neighbours_would_have_made(recipe):
+def test_quantize_passes_on_what_its_neighbours_would_have_made(recipe):
     first, second = fz.BasicLinear(128, 128), fz.BasicLinear(128, 128)
     plain = fz.Sequential(first, second)
     explicit = fz.Sequential(first, fz.Quantize(forward=True, backward=True), second)
@@ -541,7 +541,7 @@ def test_quantize_hands_over_what_its_neighbours_would_have_made(recipe):
 
 
 @each_recipe
-def test_quantize_hands_over_groups(recipe):
+def test_quantize_passes_on_groups(recipe):
     first, second = (fz.GroupedLinear(4, 128, 128, bias=False) for _ in range(2))
     plain = fz.Sequential(first, second)
     explicit = fz.Sequential(

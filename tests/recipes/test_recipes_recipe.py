@@ -632,7 +632,7 @@ def test_a_use_that_an_operand_lacks_is_made_of_its_values(has, grouped):
     ref.assert_same_bits(q.pieces(), own)
 
 
-def test_a_recipe_that_is_not_here_names_what_serves():
+def test_a_missing_recipe_names_its_substitute():
     from fusible.recipes import DelayedScaling
 
     with pytest.raises(TypeError, match=r"its scales .*Float8CurrentScaling"):

@@ -1,4 +1,4 @@
-"""Experts shared among processes beside all of them in one: what every rank runs."""
+"""Experts shared among processes compared with all of them in one: what every rank runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans for Hopper that run as one node without contexts, beside the same plans by their ops."""
+"""Plans for Hopper that run as one node without contexts, compared with their ops."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -51,9 +51,9 @@ def save(folder, family, writer, quantization, stored=lambda key: ".experts." in
             values[key] = torch.from_numpy(exact).to(torch.bfloat16)
     for where, tensors in ((quantized, state), (ordinary, values)):
         save_file(tensors, where / "model.safetensors", metadata={"format": "pt"})
-    told = json.loads((quantized / "config.json").read_text())
-    told["quantization_config"] = quantization
-    (quantized / "config.json").write_text(json.dumps(told))
+    config = json.loads((quantized / "config.json").read_text())
+    config["quantization_config"] = quantization
+    (quantized / "config.json").write_text(json.dumps(config))
     return quantized, ordinary
 
 

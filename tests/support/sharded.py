@@ -1,4 +1,4 @@
-"""Training under FSDP2 beside training in one process: what every rank runs."""
+"""Training under FSDP2 compared with training in one process: what every rank runs."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from fusible.kernels.quantize.glu_backward import (
 from fusible.kernels.quantize.k_major import KMajorOperands, RowsToQuantize
 from fusible.kernels.runtime import gpu
 from fusible.kernels.runtime import launch as runtime_launch
-from fusible.kernels.sm90 import checked_products, grouped_products, launch, operands
+from fusible.kernels.sm90 import checked_products, gemm_launch, grouped_products, operands
 from fusible.kernels.sm90.spec import FORWARD, Spec
 from fusible.ops import grouped_fast_path
 from fusible.recipes.formats import SAVED_INPUT, NumberFormat
@@ -223,16 +223,16 @@ def ops_only() -> Iterator[None]:
 
 def load_kernels(patch: pytest.MonkeyPatch, load: Callable[..., Any]) -> None:
     """Let launches get their kernels from ``load``, of a path, constants and an architecture."""
-    for module in (launch, runtime_launch):
+    for module in (gemm_launch, runtime_launch):
         patch.setattr(module, "load_kernel", load)
     patch.setattr(runtime_launch, "architecture", lambda _: "sm_90a")
 
 
 def take_cpu_tensors(patch: pytest.MonkeyPatch) -> None:
     """Let library ops run, of CPU tensors, what they run on SM90, if that is products."""
-    for module in (launch, grouped_products):
+    for module in (gemm_launch, grouped_products):
         patch.setattr(module, "multiprocessors", lambda _: 132)
-    patch.setattr(launch, "zeroed_counter", lambda *_: 0)
+    patch.setattr(gemm_launch, "zeroed_counter", lambda *_: 0)
     patch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
     patch.setattr(operands, "pointer_table", pointer_table)

@@ -1,4 +1,4 @@
-"""A whole MoE block over gloo processes, from its router on, beside one process with all tokens."""
+"""A whole MoE block over gloo processes, from its router on, compared with one process."""
 
 import copy
 import datetime

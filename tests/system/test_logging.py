@@ -36,12 +36,12 @@ def test_a_plan_is_told_once_for_all_layers(caplog):
     ]
 
 
-def test_refusals_are_told_at_debug(caplog):
+def test_refusals_are_logged_at_debug(caplog):
     with caplog.at_level(logging.DEBUG, "fusible"):
         mlp()(torch.randn(3, 4, requires_grad=True))
-    told = lines(caplog, logging.DEBUG)
+    logged = lines(caplog, logging.DEBUG)
     refused = "backward_activation_bias not used for ops[1:3]: "
-    assert any(refused in line for line in told)
+    assert any(refused in line for line in logged)
 
 
 def test_refusals_are_told_when_debug_is_turned_on_later(caplog):

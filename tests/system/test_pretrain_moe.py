@@ -1,4 +1,4 @@
-"""``examples/pretrain_moe.py`` through torchrun on two processes, beside one process."""
+"""``examples/pretrain_moe.py`` through torchrun on two processes, compared with one process."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""transformers' expert parallelism with experts_implementation="fusible", beside one process."""
+"""transformers' expert parallelism, experts_implementation="fusible", compared with one process."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Grouped products of few rows on SM90, which read the weights of an inference as they are stored.
 
-The functions have the signatures of `definitions.stored_mm` and `stored_glu`, and return
-NotImplemented for what the kernels do not support, and where dequantizing the weights is faster.
+The functions have the signatures of `definitions.grouped_mm_stored` and `grouped_glu_stored`, and
+return NotImplemented for what the kernels do not support, and where dequantizing the weights is
+faster.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from fusible.recipes.stored import StoredWeights
 _SCALE_ALIGNMENT = 4  # bytes: the widest load of a scale
 
 
-def grouped_mm(
+def grouped_mm_stored(
     x: Tensor,
     w: StoredWeights,
     fmt: NumberFormat,
@@ -44,7 +45,7 @@ def grouped_mm(
     row_scale: Tensor | None = None,
     glu: Glu | None = None,
 ) -> Tensor | NotImplementedType:
-    """`definitions.stored_mm`; with ``glu`` `definitions.stored_glu`, of those scales."""
+    """`definitions.grouped_mm_stored`; with ``glu`` `grouped_glu_stored`, of those scales."""
     groups, features, depth = shape = _shape(w, fmt)
     activated = glu is None or limits.supports_activation(glu.activation, glu.interleave, features)
     if not (activated and _reads(x, w, fmt, shape)):
@@ -75,7 +76,7 @@ def grouped_mm(
     return out
 
 
-def grouped_glu(
+def grouped_glu_stored(
     x: Tensor,
     w: StoredWeights,
     fmt: NumberFormat,
@@ -84,8 +85,8 @@ def grouped_glu(
     glu: Glu,
     bias: Tensor | None = None,
 ) -> Tensor | NotImplementedType:
-    """`definitions.stored_glu`."""
-    return grouped_mm(x, w, fmt, ends, bias, scales, glu)
+    """`definitions.grouped_glu_stored`."""
+    return grouped_mm_stored(x, w, fmt, ends, bias, scales, glu)
 
 
 def _checked(

@@ -108,21 +108,19 @@ grouped_dglu = define(
     [sm90.grouped_dglu, _composed_dglu],
     lambda dy, w, ends, preact, *_: dy.numel() * preact.shape[1],
 )
-_composed_stored_mm = partial(definitions.stored_mm, product=_grouped_mm)
-stored_mm = define(
-    definitions.stored_mm,
-    _composed_stored_mm,
-    [few_rows.grouped_mm, _composed_stored_mm],
+_composed_mm_stored = partial(definitions.grouped_mm_stored, product=_grouped_mm)
+grouped_mm_stored = define(
+    definitions.grouped_mm_stored,
+    _composed_mm_stored,
+    [few_rows.grouped_mm_stored, _composed_mm_stored],
     flops.stored_product,
-    name="grouped_mm_stored",
 )
-_composed_stored_glu = partial(definitions.stored_glu, product=grouped_glu)
-stored_glu = define(
-    definitions.stored_glu,
-    _composed_stored_glu,
-    [few_rows.grouped_glu, _composed_stored_glu],
+_composed_glu_stored = partial(definitions.grouped_glu_stored, product=grouped_glu)
+grouped_glu_stored = define(
+    definitions.grouped_glu_stored,
+    _composed_glu_stored,
+    [few_rows.grouped_glu_stored, _composed_glu_stored],
     flops.stored_product,
-    name="grouped_glu_stored",
 )
 
 

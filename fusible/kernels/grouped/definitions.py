@@ -180,7 +180,7 @@ def grouped_glu_quantized(  # noqa: PLR0913, PLR0917 (those of `grouped_glu` and
     return preact, row.data, row.scale.t(), preact_scale
 
 
-def stored_mm(
+def grouped_mm_stored(
     x: Tensor,
     w: StoredWeights,
     fmt: NumberFormat,
@@ -197,7 +197,7 @@ def stored_mm(
     return product(x, w.values(fmt, x), ends, bias, row_scale)
 
 
-def stored_glu(
+def grouped_glu_stored(
     x: Tensor,
     w: StoredWeights,
     fmt: NumberFormat,
@@ -208,7 +208,7 @@ def stored_glu(
     *,
     product: Callable[..., tuple[Tensor, Tensor]] = grouped_glu,
 ) -> Tensor:
-    """The activation of `grouped_glu`, as `stored_mm`."""
+    """The activation of `grouped_glu`, as `grouped_mm_stored`."""
     return product(x, w.values(fmt, x), ends, scales, glu, bias, False)[1]
 
 

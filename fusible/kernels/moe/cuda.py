@@ -165,7 +165,7 @@ def scatter_rows(
         return NotImplemented
     outputs = scatter_outputs(part, row_map, weights, rows)
     spec = rows_spec(part, row_map, weights, scale=scale, processes=processes)
-    address, *place = _place(x)
+    address, *place = _memory_of(x)
     arguments = address, row_map.contiguous(), _contiguous(weights), *outputs
     sizes = row_map.shape[0], rows, int(zero_tail)
     launch("moe.rows.scatter", (spec,), part.device, *arguments, *sizes, *place)
@@ -257,7 +257,7 @@ def gather_sum(
     options = {"values": of_values, "reads_ahead": ahead, "processes": _part(sums)[1]}
     spec = rows_spec(rows, row_map, weights, **options)
     inputs = aligned(rows), row_map.contiguous(), _contiguous(weights), _contiguous(values)
-    address, *place = _place(sums)
+    address, *place = _memory_of(sums)
     arguments = *inputs, address, picked, row_map.shape[0], *place
     launch("moe.rows.gather", (spec,), rows.device, *arguments)
     return sums, picked
@@ -268,7 +268,7 @@ def _part(rows: Tensor | PeerRows) -> tuple[Tensor, int]:
     return (rows, 1) if isinstance(rows, Tensor) else (rows.parts[rows.rank], len(rows.parts))
 
 
-def _place(rows: Tensor | PeerRows) -> tuple[Tensor | int, int, int]:
+def _memory_of(rows: Tensor | PeerRows) -> tuple[Tensor | int, int, int]:
     """The address of rows or of the table of memories, the offset in each, and the rank."""
     if isinstance(rows, Tensor):
         return aligned(rows), 0, 0

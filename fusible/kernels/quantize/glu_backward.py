@@ -78,7 +78,7 @@ class GluBackwardOptions(NamedTuple):
 
 
 class GluBackwardPieces(NamedTuple):
-    """What the op gives, as it lies in memory; empty where it is not wanted.
+    """The op's outputs in their memory layout; empty where not requested.
 
     The first five are `k_major.KMajorPieces` of the pre-activation's gradient.
     """

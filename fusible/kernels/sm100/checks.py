@@ -13,7 +13,7 @@ from torch import Tensor
 from fusible.kernels.sm100 import limits
 from fusible.recipes.formats import E2M1, E4M3
 
-FP4 = E2M1.dtype  # two numbers a byte; torch.float4_e2m1fn_x2 at the kernel itself
+FP4_BYTES = E2M1.dtype  # two numbers a byte; torch.float4_e2m1fn_x2 at the kernel itself
 FP8 = E4M3.dtype
 SCALES = {fmt.element.dtype: fmt.scale_dtype for fmt in limits.QUANTIZED}
 VECTOR = {fmt.element.dtype: fmt.block[1] for fmt in limits.QUANTIZED if fmt.block}
@@ -28,7 +28,7 @@ def require(holds: bool, must: str, got: object, then: str = "") -> None:
 
 def address_unit(dtype: torch.dtype) -> int:
     """Bytes that addresses of a dtype are multiples of."""
-    return limits.FP4_ALIGNMENT if dtype == FP4 else 16
+    return limits.FP4_ALIGNMENT if dtype == FP4_BYTES else 16
 
 
 def check_aligned(name: str, x: Tensor) -> None:

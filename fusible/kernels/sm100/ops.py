@@ -22,7 +22,7 @@ from fusible.kernels.runtime.provider import provider
 from fusible.kernels.runtime.workspaces import pointer_table
 from fusible.kernels.sm100 import limits
 from fusible.kernels.sm100.checks import (
-    FP4,
+    FP4_BYTES,
     FP8,
     SCALES,
     VECTOR,
@@ -32,7 +32,7 @@ from fusible.kernels.sm100.checks import (
     check_packed_scales,
     require,
 )
-from fusible.kernels.sm100.launch import before_launch
+from fusible.kernels.sm100.warmup import before_launch
 from fusible.kernels.stacking import side_by_side
 from fusible.library import define
 
@@ -86,7 +86,7 @@ def _run(
 
 
 def _as_element(t: Tensor) -> Tensor:
-    return t.view(torch.float4_e2m1fn_x2) if t.dtype == FP4 else t
+    return t.view(torch.float4_e2m1fn_x2) if t.dtype == FP4_BYTES else t
 
 
 @lru_cache(maxsize=256)
@@ -242,7 +242,7 @@ def _checked(p: ProductOperands, n_major: bool, bias: Tensor | None = None) -> i
         check_matrix(f"w[{i}]", t, x.dtype, w[0].shape, device)
     if w[0].ndim == 2:  # of these the front end gets the addresses
         for i, scales in enumerate(p.w_scales):
-            check_packed_scales(f"w[{i}]", scales, x.dtype, n, 2 * k if x.dtype == FP4 else k)
+            check_packed_scales(f"w[{i}]", scales, x.dtype, n, 2 * k if x.dtype == FP4_BYTES else k)
     require(k == x.shape[1], f"x and w must share the reduced dimension {x.shape[1]}", k)
     if bias is not None:
         check_matrix("bias", bias, torch.bfloat16, (*groups, n), device)
@@ -251,7 +251,7 @@ def _checked(p: ProductOperands, n_major: bool, bias: Tensor | None = None) -> i
 
 def _numbers(x: Tensor) -> int:
     """The number of elements of ``x``."""
-    return x.numel() * (2 if x.dtype == FP4 else 1)
+    return x.numel() * (2 if x.dtype == FP4_BYTES else 1)
 
 
 def _forward_flops(x: Tensor, x_scales: Any, w: Sequence[Tensor], *_: Any) -> int:
@@ -259,8 +259,8 @@ def _forward_flops(x: Tensor, x_scales: Any, w: Sequence[Tensor], *_: Any) -> in
 
 
 def _dgrad_flops(x: Tensor, x_scales: Any, w: Sequence[Tensor], *_: Any) -> int:
-    # FP4 weights are stored anew for it, the others as they were.
-    return 2 * _numbers(x) * w[0].shape[-2 if x.dtype == FP4 else -1]
+    # FP4 weights have a transposed copy for it, the others do not.
+    return 2 * _numbers(x) * w[0].shape[-2 if x.dtype == FP4_BYTES else -1]
 
 
 # --- what the kernels write of an activation, and of its gradient ---------------------------------
@@ -296,7 +296,7 @@ def _unwritten(x: Tensor, columns: int, groups: int, parts: int) -> _KernelOutpu
     rows = x.shape[0]
     if x.dtype != FP8:
         peaks = None
-        if x.dtype == FP4:
+        if x.dtype == FP4_BYTES:
             peaks = x.new_full((groups, parts), -torch.inf, dtype=torch.float32)
         return _wide(x.new_empty(rows, columns, dtype=torch.bfloat16), peaks)
     d, column = (x.new_empty(rows, columns, dtype=FP8) for _ in range(2))
@@ -323,7 +323,7 @@ def _glu_outputs(p: ProductOperands, bias: Tensor | None, prob: Tensor, glu: Glu
 def _glu(
     operands: ProductOperands, bias: Tensor | None, prob: Tensor, glu: Glu
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See `fusible.kernels.sm100.operands.glu`."""
+    """See `fusible.kernels.sm100.products.glu`."""
     x = operands.x
     n = _checked(operands, False, bias)
     check_contiguous("prob", prob, torch.float32, x.shape[:1], x.device)
@@ -368,13 +368,13 @@ def _dglu_outputs(p: ProductOperands, c: Tensor, prob: Tensor, bias: bool, glu: 
 def _dglu(
     operands: ProductOperands, c: Tensor, prob: Tensor, bias: bool, glu: Glu
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See `fusible.kernels.sm100.operands.dglu`.
+    """See `fusible.kernels.sm100.products.dglu`.
 
     The last two are the activation, where the kernel computes it again: elements quantized
     column-wise and their packed scales, or BF16; else empty.
     """
     x, alpha = operands.x, operands.alpha
-    n_major = x.dtype != FP4
+    n_major = x.dtype != FP4_BYTES
     n = _checked(operands, n_major)
     check_contiguous("prob", prob, torch.float32, x.shape[:1], x.device)
     columns = glu.sides * n
@@ -434,16 +434,16 @@ def _gemm_flops(x: Tensor, x_scales: Any, w: Sequence[Tensor], *rest: Any) -> in
 
 def _gemm_fake(p: ProductOperands, *rest: Any) -> Tensor:
     *_, transpose_w = rest
-    n = p.w[0].shape[-1 if transpose_w and p.x.dtype != FP4 else -2]
+    n = p.w[0].shape[-1 if transpose_w and p.x.dtype != FP4_BYTES else -2]
     return p.x.new_empty(p.x.shape[0] + 1, n, dtype=torch.bfloat16)
 
 
 def _gemm(
     operands: ProductOperands, bias: Tensor | None, row_scale: Tensor | None, transpose_w: bool
 ) -> Tensor:
-    """See `fusible.kernels.sm100.operands.gemm`."""
+    """See `fusible.kernels.sm100.products.gemm`."""
     x = operands.x
-    n_major = transpose_w and x.dtype != FP4
+    n_major = transpose_w and x.dtype != FP4_BYTES
     rows, n = x.shape[0], _checked(operands, n_major, bias)
     if row_scale is not None:
         require(bias is not None, "row_scale must come with the bias that it scales", "no bias")
@@ -484,11 +484,11 @@ gemm = define(_gemm, _gemm_fake, flops=_gemm_flops, name="sm100_gemm")
 
 def _wgrad_flops(dy: Tensor, dy_scales: Any, x: Tensor, *_: Any) -> int:
     # FP4 is transposed.
-    return 2 * _numbers(dy) * x.shape[0 if x.dtype == FP4 else 1]
+    return 2 * _numbers(dy) * x.shape[0 if x.dtype == FP4_BYTES else 1]
 
 
 def _wgrad_output(p: WgradOperands, out_dtype: torch.dtype) -> Tensor:
-    at = 0 if p.x.dtype == FP4 else 1
+    at = 0 if p.x.dtype == FP4_BYTES else 1
     return p.x.new_empty((p.ends.shape[0], p.dy.shape[at], p.x.shape[at]), dtype=out_dtype)
 
 
@@ -502,7 +502,7 @@ def _wgrad(operands: WgradOperands, out_dtype: torch.dtype) -> Tensor:
 def _wgrad_(out: Sequence[Tensor], operands: WgradOperands, accumulate: bool) -> None:
     """`wgrad` into one tensor ``[E, N, K]`` or E of ``[N, K]``, or added to them."""
     dy, dy_scales, x, x_scales, ends, *_ = operands
-    rows, along = (2 * x.shape[1], 0) if x.dtype == FP4 else (x.shape[0], 1)
+    rows, along = (2 * x.shape[1], 0) if x.dtype == FP4_BYTES else (x.shape[0], 1)
     groups, features = ends.shape[0], (dy.shape[along], x.shape[along])
     for name, t, scales in (("dy", dy, dy_scales), ("x", x, x_scales)):
         check_aligned(name, t)
@@ -551,7 +551,7 @@ wgrad_ = define(
 
 def _wgrad_arguments(p: WgradOperands, groups: int) -> dict[str, Any]:
     """The operands ``[N, rows]`` and ``[rows, K]``, with the factors of FP4's groups."""
-    if p.x.dtype != FP4:
+    if p.x.dtype != FP4_BYTES:
         return {"a_tensor": p.dy.t(), "b_tensor": p.x}
     factors = {"global_scale_a": p.dy_global, "global_scale_b": p.x_global}
     for name, factor in factors.items():

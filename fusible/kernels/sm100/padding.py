@@ -23,7 +23,7 @@ from fusible.recipes.blocks import (
     group_starts,
     padded_size,
     place_rows,
-    scatter_rows,
+    put_rows,
 )
 from fusible.recipes.layout import ATOM_ROWS, swizzle_group_scales, swizzle_scales, swizzled_shape
 from fusible.recipes.matrix import QuantizedMatrix
@@ -56,7 +56,7 @@ def pad_rows(t: Tensor, padded: PaddedGroups) -> Tensor:
     """The rows of ``t`` with padding of zeros between groups; of any dtype."""
     if padded.rows is None:
         return t
-    return scatter_rows(t, padded.rows, padded.size)
+    return put_rows(t, padded.rows, padded.size)
 
 
 def unpad_rows(t: Tensor, padded: PaddedGroups, out: Tensor | None = None) -> Tensor:
@@ -79,7 +79,7 @@ def pad_scales(scale: Tensor, ends: Tensor, padded: PaddedGroups, along: int) ->
         return scale[: padded.size // along]
     block_ends = column_block_ends(ends, along)
     _, place = place_rows(block_ends, scale.shape[0], limits.GROUP_ROWS // along)
-    return scatter_rows(scale, place, padded.size // along)
+    return put_rows(scale, place, padded.size // along)
 
 
 def packed_rows(matrix: QuantizedMatrix, padded: PaddedGroups) -> tuple[Tensor, Tensor]:

@@ -20,8 +20,8 @@ from fusible.kernels.grouped.groups import checks_enabled
 from fusible.kernels.grouped.vectors import launch_group_ends
 from fusible.kernels.runtime.launch import TENSOR_TYPES, aligned
 from fusible.kernels.sm90 import limits, tiles
+from fusible.kernels.sm90.gemm_launch import NO_SCALES, OperandScales
 from fusible.kernels.sm90.grouped_products import WeightProducts, cached_products
-from fusible.kernels.sm90.launch import NO_SCALES, OperandScales
 from fusible.kernels.sm90.operands import (
     Matrices,
     as_matrix,

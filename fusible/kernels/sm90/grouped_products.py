@@ -19,7 +19,7 @@ from fusible.kernels.quantize.k_major import PackedOperand
 from fusible.kernels.runtime.gpu import multiprocessors
 from fusible.kernels.runtime.launch import TENSOR_TYPES
 from fusible.kernels.sm90 import limits, tiles
-from fusible.kernels.sm90.launch import NO_SCALES, Launch, OperandScales
+from fusible.kernels.sm90.gemm_launch import NO_SCALES, Launch, OperandScales
 from fusible.kernels.sm90.operands import (
     DTYPE_NAMES,
     Matrices,

@@ -50,7 +50,7 @@ class Tile(NamedTuple):
         return self.n // 2 if kind == "glu" else self.n
 
     @property
-    def is_crowded(self) -> bool:
+    def is_register_bound(self) -> bool:
         """Whether a thread has more than 128 accumulator values."""
         return self.slabs * self.n > 256
 
@@ -63,9 +63,9 @@ def block_columns(kind: str, tile: Tile, out_dtype: str) -> int:
     """Columns of the blocks in which an epilogue writes its tile: 64, or 32.
 
     32 where 64 does not divide it or needs too much shared memory: an activation's backward and
-    crowded tiles are faster with more pipeline stages. Of weight gradients see `Spec`.
+    register-bound tiles are faster with more pipeline stages. Of weight gradients see `Spec`.
     """
-    narrow = kind in BACKWARD or tile.is_crowded or out_dtype == "float32"
+    narrow = kind in BACKWARD or tile.is_register_bound or out_dtype == "float32"
     return 32 if narrow or tile.width(kind) % 64 else 64
 
 
@@ -197,9 +197,12 @@ class Spec(NamedTuple):
         """Rows of a block that one store writes: 64, or the 16 of a warp.
 
         16 where the tile has no more, and in weight gradients with room for few blocks: two in
-        FP32, and in crowded tiles if the zeros for empty groups, as large as a store, had 64 rows.
+        FP32, and in register-bound tiles if the zeros for empty groups, as large as a store, had 64
+        rows.
         """
-        few_blocks = self.tile.is_crowded or (self.out_dtype == "float32" and not self.is_fp8)
+        few_blocks = self.tile.is_register_bound or (
+            self.out_dtype == "float32" and not self.is_fp8
+        )
         by_warp = self.tile.m == WARP_ROWS or (self.kind == "wgrad" and few_blocks)
         return WARP_ROWS if by_warp else WARPGROUP_ROWS
 

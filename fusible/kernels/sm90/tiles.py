@@ -162,7 +162,7 @@ def supports_tile(
 
     A ``quantized`` output needs tiles with `FP8_BLOCK` of its columns. Not supported, for want of
     registers, are FP8 tiles (``fp8``) of 256 columns unless `fits_256_columns`; and, of
-    crowded tiles (`Tile.is_crowded`):
+    tiles of more than 128 accumulators a thread (`Tile.is_register_bound`):
 
     - a plain product: biases;
     - a gated activation: biases, transposed weights, stripes of 1, 2 and 4, and in three slabs of
@@ -178,13 +178,13 @@ def supports_tile(
         return False
     if kind == "dglu":
         fits = interleave != 16 and (tile.cluster_m == 1 or activation != "geglu")
-        return fits or not tile.is_crowded
+        return fits or not tile.is_register_bound
     if kind != "glu":
-        return kind != "store" or not (tile.is_crowded and bias)
+        return kind != "store" or not (tile.is_register_bound and bias)
     paired = interleave % width == 0
     if not (paired or width % interleave == 0) or (paired and major == "n" and width < 64):
         return False
-    if not tile.is_crowded:
+    if not tile.is_register_bound:
         return True
     fits = tile.slabs < 3 or (
         activation != "situglu" and (activation, interleave) != ("clamped_qgeglu", 8)

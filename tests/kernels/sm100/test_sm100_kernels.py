@@ -9,7 +9,7 @@ from number_formats import NV
 import fusible as fz
 from fusible import recipes
 from fusible.kernels.glu import Glu
-from fusible.kernels.sm100 import launch, operands, ops, padding
+from fusible.kernels.sm100 import ops, padding, products, warmup
 from fusible.kernels.sm100.checks import FP8
 from fusible.kernels.sm100.limits import GROUP_ROWS
 from fusible.recipes.blocks import group_starts, padded_size
@@ -209,18 +209,18 @@ def test_fp4_weight_gradients_need_their_factors():
 
 
 def test_a_capture_needs_a_warm_configuration(monkeypatch):
-    monkeypatch.setattr(launch, "_warm", set())
-    monkeypatch.setattr(launch, "_last_streams", {})
+    monkeypatch.setattr(warmup, "_warm", set())
+    monkeypatch.setattr(warmup, "_last_streams", {})
     capturing = False
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "a stream")
     gpu = torch.device("cuda", 0)
-    launch.before_launch(gpu, "glu", FP8, 64)
+    warmup.before_launch(gpu, "glu", FP8, 64)
     capturing = True
-    launch.before_launch(gpu, "glu", FP8, 64)
-    launch.before_launch(torch.device("cpu"), "glu", FP8, 128)
+    warmup.before_launch(gpu, "glu", FP8, 64)
+    warmup.before_launch(torch.device("cpu"), "glu", FP8, 128)
     with pytest.raises(RuntimeError, match=r"must have run once before .* got glu in a conf"):
-        launch.before_launch(gpu, "glu", FP8, 128)
+        warmup.before_launch(gpu, "glu", FP8, 128)
 
 
 def test_another_stream_waits_for_the_last(monkeypatch):
@@ -232,14 +232,14 @@ def test_another_stream_waits_for_the_last(monkeypatch):
 
     first, second = Stream(), Stream()
     current = first
-    monkeypatch.setattr(launch, "_warm", set())
-    monkeypatch.setattr(launch, "_last_streams", {})
+    monkeypatch.setattr(warmup, "_warm", set())
+    monkeypatch.setattr(warmup, "_last_streams", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current)
     gpu = torch.device("cuda", 0)
     for stream in (first, first, second, second, first):
         current = stream
-        launch.before_launch(gpu, "glu")
+        warmup.before_launch(gpu, "glu")
     assert waited == [(second, first), (first, second)]
 
 
@@ -399,6 +399,6 @@ def test_aligned_groups_stay_where_they_are():
 def test_pack_keeps_what_is_not_quantized():
     x = torch.randn(5, 64, dtype=BF16)
     padded = padding.pad_groups(ends(2, 5), 5, aligned=False)
-    packed = operands.pack(Operand(row_values=x, column_values=x), padded)
+    packed = products.pad_and_pack(Operand(row_values=x, column_values=x), padded)
     assert packed.row_values is packed.column_values
     assert torch.equal(packed.row_values[padded.rows], x)

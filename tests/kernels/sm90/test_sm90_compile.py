@@ -164,7 +164,7 @@ KERNELS += other_activations()
 KERNELS += [
     Spec("dglu", tile, **SWIGLU, **BLOCKS_OF_16, weight_major="n")
     for tile in TILES["dglu"]
-    if tile.is_crowded and supports_tile("dglu", tile, "n", 16, False)
+    if tile.is_register_bound and supports_tile("dglu", tile, "n", 16, False)
 ]
 
 

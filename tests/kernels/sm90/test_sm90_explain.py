@@ -65,9 +65,9 @@ def inputs(module, rows):
     return x, *[t for op in module for t in given.get(type(op), [])]
 
 
-def told(module, *given):
+def explained_tiles(module, *given):
     """What explain says of each product, as `launched`."""
-    said = set()
+    found = set()
     explained = fz.explain(module, *given, target="sm90")
     for planned in explained.planned:
         for at, notes in planned.call_notes.items():
@@ -80,8 +80,8 @@ def told(module, *given):
                 for name, tile in re.findall(r"(\w+(?: \w+)?) (\d+x\w+)", names):
                     columns, depth = sizes[::-1] if name == "data gradient" else sizes
                     columns //= sides if name == "forward" else 1
-                    said.add((name != "weight gradient", columns, depth, tile))
-    return said
+                    found.add((name != "weight gradient", columns, depth, tile))
+    return found
 
 
 def run(module, given, launched):
@@ -97,13 +97,13 @@ def run(module, given, launched):
     return set(launched)
 
 
-def assert_told(module, launched, recipe=None, rows=ROWS):
+def assert_explained(module, launched, recipe=None, rows=ROWS):
     """Of each number of rows what is launched."""
     for given in [inputs(module, n) for n in rows]:
         with fz.autocast(enabled=recipe is not None, recipe=recipe):
-            said = told(module, *given)
-            assert said == run(module, given, launched)
-        assert said
+            found = explained_tiles(module, *given)
+            assert found == run(module, given, launched)
+        assert found
 
 
 MODULES = {
@@ -128,20 +128,20 @@ RECIPES = {
 @pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_tiles_of_a_step(launched, make, recipe):
-    assert_told(make(), launched, recipe)
+    assert_explained(make(), launched, recipe)
 
 
 @pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
 @pytest.mark.parametrize("recipe", [None, BLOCK_FP8], ids=["", "block"])
 def test_tiles_with_biases_and_separate_weights(launched, make, recipe):
-    assert_told(make(bias=True, single_grouped_weight=False), launched, recipe)
+    assert_explained(make(bias=True, single_grouped_weight=False), launched, recipe)
 
 
 @pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
 @pytest.mark.parametrize("recipe", [None, BLOCK_FP8], ids=["", "block"])
 def test_tiles_without_gradients(launched, make, recipe):
     with torch.no_grad():
-        assert_told(make(), launched, recipe)
+        assert_explained(make(), launched, recipe)
 
 
 @pytest.mark.parametrize("name", ["accumulate_into_main_grad", "delay_wgrad_compute"])
@@ -150,7 +150,7 @@ def test_tiles_of_gradients_that_bypass_autograd(launched, name, recipe):
     module = mlp(**{name: True})
     for weight in module.parameters():
         weight.main_grad = torch.zeros(weight.shape)
-    assert_told(module, launched, recipe, [320])
+    assert_explained(module, launched, recipe, [320])
 
 
 @pytest.mark.parametrize("frozen", ["0.weight", "1.weight", "3.weight"])
@@ -158,7 +158,7 @@ def test_tiles_of_gradients_that_bypass_autograd(launched, name, recipe):
 def test_frozen_weights_have_no_tile_of_a_gradient(launched, frozen, recipe):
     module = fz.Sequential(linear(columns=HIDDEN), *mlp())
     module.get_parameter(frozen).requires_grad_(False)
-    assert_told(module, launched, recipe, [320])
+    assert_explained(module, launched, recipe, [320])
     if frozen == "0.weight":
         x, *given = inputs(module, 320)
         text = str(fz.explain(module, x.detach(), *given, target="sm90"))
@@ -173,8 +173,8 @@ def stored(recipe):
 
 @pytest.mark.parametrize("recipe", [MXFP8, BLOCK_FP8], ids=["mxfp8", "block"])
 def test_tiles_of_stored_weights(launched, recipe):
-    assert_told(stored(recipe), launched)
-    assert_told(stored(recipe), launched, recipe)
+    assert_explained(stored(recipe), launched)
+    assert_explained(stored(recipe), launched, recipe)
 
 
 def override(kind):

@@ -124,7 +124,7 @@ def test_a_gated_product_gets_only_tiles_that_take_it():
                 width = Spec("glu", tile).width
                 assert interleave == 0 or max(width, interleave) % min(width, interleave) == 0
                 if major == "n" or bias or interleave in (1, 4):
-                    assert not tile.is_crowded
+                    assert not tile.is_register_bound
 
 
 @pytest.mark.parametrize("rows", [8192, 16384, 131072])

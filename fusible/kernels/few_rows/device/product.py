@@ -293,7 +293,7 @@ def _rows_of_thread(column, warp_across, columns, spec):
     return rows
 
 
-class _Problem(NamedTuple):
+class _Arguments(NamedTuple):
     """The arguments of `product`."""
 
     x: Int64
@@ -368,7 +368,7 @@ def _total(shared, row, feature, spec):
 
 @cute.jit
 def _write(
-    problem: _Problem,
+    problem: _Arguments,
     shared: cute.Tensor,
     group: Int32,
     first: Int32,
@@ -420,7 +420,7 @@ def _write(
 
 @cute.jit
 def _fill_zeros(
-    problem: _Problem, first: Int32, rows: Int32, column: Int32, spec: cutlass.Constexpr
+    problem: _Arguments, first: Int32, rows: Int32, column: Int32, spec: cutlass.Constexpr
 ):
     """Zeros in the rows past the last group, in the columns of a tile."""
     thread, _, _ = cute.arch.thread_idx()
@@ -432,7 +432,7 @@ def _fill_zeros(
 
 @cute.jit
 def _load_first(
-    problem: _Problem,
+    problem: _Arguments,
     words: cute.Tensor,
     scales: cute.Tensor,
     group: Int32,
@@ -447,7 +447,7 @@ def _load_first(
 
 @cute.jit
 def _multiply_rows(
-    problem: _Problem,
+    problem: _Arguments,
     words: cute.Tensor,
     scales: cute.Tensor,
     sums: cute.Tensor,
@@ -486,7 +486,7 @@ def _multiply_rows(
 
 
 @cute.jit
-def _list_groups(problem: _Problem, used: cute.Tensor, counts: cute.Tensor) -> Int32:
+def _list_groups(problem: _Arguments, used: cute.Tensor, counts: cute.Tensor) -> Int32:
     """Write the groups that have rows to shared memory, in order; return how many there are.
 
     The rows past the last group are one more. By all threads.
@@ -526,7 +526,7 @@ def _rows_of(problem, group):
 
 
 @cute.kernel
-def _product(problem: _Problem, spec: cutlass.Constexpr):
+def _product(problem: _Arguments, spec: cutlass.Constexpr):
     memory = SmemAllocator()
     used = memory.allocate_tensor(Int32, cute.make_layout(MAX_GROUPS + 1))
     counts = memory.allocate_tensor(Int32, cute.make_layout(WARPS))
@@ -604,7 +604,7 @@ def product(
     ``[3, groups]``.
     """
     constants = (limit, alpha, offset)
-    problem = _Problem(
+    problem = _Arguments(
         x, data, scale, outer, table, ends, bias, row_scale, out,
         total_rows, columns, depth, groups, constants,
     )  # fmt: skip

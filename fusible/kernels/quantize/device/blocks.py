@@ -20,7 +20,7 @@ class BlockCoord(NamedTuple):
     """Group of the rows; rows past the last group count to it."""
 
 
-def blocks_of(size, along):
+def block_count(size, along):
     """Blocks of ``along`` that ``size`` rows or columns are in, the last one perhaps short."""
     return (size + along - 1) // along
 
@@ -28,11 +28,11 @@ def blocks_of(size, along):
 def grid_of(rows, columns, groups, matrix_rows, spec):
     """Blocks of rows to launch, where every group may end in a part of one, and chunks of each."""
     size, width = spec.rows, THREADS // spec.parts * spec.vector
-    blocks = groups * blocks_of(matrix_rows, size)
+    blocks = groups * block_count(matrix_rows, size)
     if cutlass.const_expr(spec.grouped):
         # So may the rows past the last group.
         blocks = (rows + (groups + 1) * (size - 1)) // size
-    return blocks, blocks_of(columns, width)
+    return blocks, block_count(columns, width)
 
 
 def block_and_chunk(cta, blocks, pass_chunks, spec):
@@ -48,7 +48,7 @@ def block_coord(block, rows, groups, matrix_rows, ends, spec):
     """The rows of ``block``, by the group ends at address ``ends`` or in equal matrices."""
     if cutlass.const_expr(spec.grouped):
         return BlockCoord(*find(ends, groups, rows, block, spec.rows, spec.wide_ends))
-    blocks = blocks_of(matrix_rows, spec.rows)
+    blocks = block_count(matrix_rows, spec.rows)
     group = block // blocks
     first = group * matrix_rows + (block - group * blocks) * spec.rows
     end = cutlass.min(first + spec.rows, (group + 1) * matrix_rows)

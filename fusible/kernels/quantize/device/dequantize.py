@@ -5,7 +5,7 @@ from cutlass import Boolean, Int32, Int64, cute
 
 from fusible.kernels.device import bits
 from fusible.kernels.quantize.device import numbers
-from fusible.kernels.quantize.device.blocks import block_coord, blocks_of, grid_of
+from fusible.kernels.quantize.device.blocks import block_coord, block_count, grid_of
 from fusible.kernels.quantize.spec import THREADS
 
 
@@ -24,7 +24,7 @@ def _row_scale(scale, row, columns, column, inside, spec):
     """Stored scale of a thread's columns in one row of blocks."""
     fmt = spec.format
     along = fmt.block[1]
-    offset = Int64(row) * Int64(blocks_of(columns, along)) + Int64(column // along)
+    offset = Int64(row) * Int64(block_count(columns, along)) + Int64(column // along)
     if numbers.scale_bytes(fmt) == 1:
         return bits.load_byte(scale + offset, inside)
     return bits.load(scale + offset * 4, inside, 1)[0]

@@ -16,7 +16,7 @@ from fusible.kernels.quantize.device import numbers, philox
 from fusible.kernels.quantize.device.blocks import (
     block_and_chunk,
     block_coord,
-    blocks_of,
+    block_count,
     grid_of,
 )
 from fusible.kernels.quantize.device.hadamard import transformed
@@ -199,7 +199,7 @@ def _row_factors(words, r, tile, outer, columns, row_scale, spec):
     largest = largest_of_lanes(largest_of(words, spec.dtype), spec.lanes, spec.dtype)
     scaling = numbers.encode_scale(magnitude(largest, spec.dtype), outer, fmt)
     if spec.rowwise:
-        row_blocks = Int64(tile.first + r) * Int64(blocks_of(columns, along))
+        row_blocks = Int64(tile.first + r) * Int64(block_count(columns, along))
         offset = row_blocks + Int64(tile.column // along)
         inside = Boolean(r < tile.count) & tile.in_columns & (tile.column % along == 0)
         address = row_scale + offset * numbers.scale_bytes(fmt)
@@ -215,7 +215,8 @@ def square_factors(rows, tile, columns, row_scale, spec, outer=None):
     (largest,) = _largest_of_parts([largest], spec)
     scaling = numbers.encode_scale(magnitude(largest, spec.dtype), outer, fmt)
     if spec.rowwise or spec.columnwise:
-        offset = Int64(tile.block) * Int64(blocks_of(columns, along)) + Int64(tile.column // along)
+        row_blocks = Int64(tile.block) * Int64(block_count(columns, along))
+        offset = row_blocks + Int64(tile.column // along)
         inside = tile.in_columns & (tile.part == 0) & (tile.column % along == 0)
         address = row_scale + offset * numbers.scale_bytes(fmt)
         _store_scale(address, scaling[0], fmt, Int32(inside))

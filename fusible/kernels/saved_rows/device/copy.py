@@ -26,7 +26,7 @@ class _Copy(NamedTuple):
     lines: Int32
 
 
-def _place(copy):
+def _copy_range(copy):
     """The address of a copy, its units, the line that follows it, and whether there is room."""
     last = bits.load_index(copy.ends + Int64(copy.groups - 1) * 4, False)
     count = cutlass.min(last, copy.row_count) * copy.row_units
@@ -46,7 +46,7 @@ def _own_units():
 
 @cute.kernel
 def _save(copy: _Copy):
-    target, count, stop, fits = _place(copy)
+    target, count, stop, fits = _copy_range(copy)
     first, step = _own_units()
     once = Int32(first == 0)
     bits.store(copy.memory + (Int64(copy.index) + 2) * 4, [Uint32(stop)], once)
@@ -65,7 +65,7 @@ def _save(copy: _Copy):
 
 @cute.kernel
 def _restore(copy: _Copy):
-    source, count, _, fits = _place(copy)
+    source, count, _, fits = _copy_range(copy)
     # Not in the buffer: all bits are set.
     lost = bits.select(fits, Uint32(0), 0xFFFFFFFF)
     first, step = _own_units()

@@ -226,7 +226,7 @@ def _column_factors(words, tile, first, outer, scales, spec):
 
 
 def _store_row(data, values, factors, tile, r, spec):
-    """The elements of row ``r``, as it lies."""
+    """Store the elements of row ``r``, row-wise."""
     scaled = [value * factor for value, factor in zip(values, factors, strict=True)]
     offset = Int64(tile.first + r) * Int64(tile.columns) + Int64(tile.column)
     if spec.pairs:

@@ -10,7 +10,7 @@ from cutlass import Float32, Int32, const_expr, cute, pipeline
 from fusible.kernels.device import bits
 from fusible.kernels.device.activations import evaluate
 from fusible.kernels.sm90.device.addressing import group_rows
-from fusible.kernels.sm90.device.blocks import PIECE_COLUMNS, BlockWriter
+from fusible.kernels.sm90.device.block_writer import PIECE_COLUMNS, BlockWriter
 from fusible.kernels.sm90.device.parts import (
     PREACT_TURN,
     Outputs,
@@ -19,9 +19,9 @@ from fusible.kernels.sm90.device.parts import (
     TileCoord,
     behind,
     gate_column,
-    give_turn,
+    pass_turn,
     row_in_tile,
-    take_turn,
+    wait_turn,
 )
 from fusible.kernels.sm90.device.quantized_rows import store_quantized
 from fusible.kernels.sm90.device.stores import output_of
@@ -85,7 +85,7 @@ class Epilogue:
     def _write_product(self, writer, accumulator, output_scales, coord: TileCoord):
         """Write a tile of any kind but a backward."""
         spec, tile = self.spec, self.tile
-        writer.settle(0)
+        writer.wait_stores(0)
         out, preact_targets = self._targets(coord)
         write_slab = self._write_slab
         # Blocks are counted through the tile, where the count is known when compiling.
@@ -106,9 +106,9 @@ class Epilogue:
     def _write_backward(self, writer, accumulator, output_scales, coord: TileCoord, preact_state):
         """Put the blocks of a backward's tile together, where `store_gradients` takes them."""
         write_slab = self._backward_slab
-        take_turn(PREACT_TURN, self.warpgroup)
+        wait_turn(PREACT_TURN, self.warpgroup)
         if coord.row >= coord.rows:  # there are none
-            give_turn(PREACT_TURN, self.warpgroup)
+            pass_turn(PREACT_TURN, self.warpgroup)
         for m in cutlass.range_constexpr(self.tile.slabs):
             if coord.row + m * WARPGROUP_ROWS < coord.rows:
                 preact_state = write_slab(
@@ -231,7 +231,7 @@ class Epilogue:
         count: cutlass.Constexpr,
     ):  # fmt: skip
         """The scaled activation; before it, if kept, the accumulator it is computed from."""
-        write_block, settle = self._activated_block, writer.settle
+        write_block, wait_stores = self._activated_block, writer.wait_stores
         blocks = const_expr(1 + self.spec.sides * self.spec.save_preact)
         for index in cutlass.range_constexpr(self.spec.width // self.columns):
             column = coord.column + index * self.columns
@@ -242,7 +242,7 @@ class Epilogue:
                     count + index * blocks,
                 )  # fmt: skip
             else:
-                settle(0)  # blocks are left out: the next may lie where any other did
+                wait_stores(0)  # blocks are left out: the next may reuse any earlier memory
 
     @cute.jit
     def _activated_block(
@@ -299,14 +299,14 @@ class Epilogue:
         The accumulator is stored as it is with ``save_preact``, or quantized too.
         """
         spec, problem, rows = self.spec, self.problem, ([], [])
-        store_preact, settle = self._store_preact, writer.settle
+        store_preact, wait_stores = self._store_preact, writer.wait_stores
         for index in cutlass.range_constexpr(spec.width // self.columns):
             if const_expr(spec.save_preact):
                 if coord.column + index * self.columns < problem.columns:
                     at = const_expr(count + index * spec.sides)
                     store_preact(writer, accumulator, m, preact_targets, slab, coord, index, at)
                 else:
-                    settle(0)  # blocks are left out: the next may lie where any other did
+                    wait_stores(0)  # blocks are left out: the next may reuse any earlier memory
             for i in cutlass.range_constexpr(self.columns // 8):
                 group8 = const_expr(index * self.columns // 8 + i)
                 values = self._activations(accumulator, m, output_scales, group8)
@@ -360,7 +360,7 @@ class Epilogue:
                 if (m == self.tile.slabs - 1) | (
                     coord.row + (m + 1) * WARPGROUP_ROWS >= coord.rows
                 ):
-                    give_turn(PREACT_TURN, self.warpgroup)
+                    pass_turn(PREACT_TURN, self.warpgroup)
             # Blocks of gate and of linear columns; their gradients take their place.
             sides = [
                 self.preacts.blocks[None, None, spec.sides * preact_state.index + side]

@@ -490,7 +490,7 @@ class GroupedGemm:
                     ends, total_rows, tail_end, groups, tiles_across, tiles_down, tile_rows,
                     spec.skips_empty_groups, BAND // tile.cluster_m,
                 )  # fmt: skip
-                queue.serve(
+                queue.send_tiles(
                     scheduler, first_tile, cute.arch.grid_dim()[0] // cute.size(self.cluster)
                 )
             if const_expr(spec.rings == 2):

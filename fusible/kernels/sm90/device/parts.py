@@ -75,7 +75,7 @@ class Preacts(NamedTuple):
     """The ring of pre-activation blocks, of gate and linear columns each if it is gated.
 
     A slot is loaded; a warpgroup puts gradients in the place of what it reads, and activations in a
-    block beside the ring; both are stored, which vacates slot and block.
+    block outside the ring; both are then stored, after which slot and block are free.
     """
 
     loads: tuple[Any, ...]
@@ -90,7 +90,7 @@ class Outputs(NamedTuple):
 
     store: Any  # TMA descriptors; None if the output is quantized
     store_preact: tuple[Any, ...] | None
-    blocks: cute.Tensor  # shared memory on the way out
+    blocks: cute.Tensor  # shared memory that stores read
     bias: Any
     scales: Any
     partials: Any  # sums over a tile's columns, of which the gradients of scales are made
@@ -168,11 +168,11 @@ def behind(state, count):
 # Turns of the two warpgroups, in ping-pong: a pair of named barriers each.
 
 
-def take_turn(turns, warpgroup):
-    """Wait until the other warpgroup has given ``warpgroup`` its turn."""
+def wait_turn(turns, warpgroup):
+    """Wait until the other warpgroup has passed the turn to ``warpgroup``."""
     cute.arch.barrier(barrier_id=turns + warpgroup, number_of_threads=2 * WARPGROUP)
 
 
-def give_turn(turns, warpgroup):
-    """Let the other warpgroup go on."""
+def pass_turn(turns, warpgroup):
+    """Signal the other warpgroup that it is its turn."""
     cute.arch.barrier_arrive(barrier_id=turns + 1 - warpgroup, number_of_threads=2 * WARPGROUP)

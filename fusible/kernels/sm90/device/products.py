@@ -21,13 +21,13 @@ from fusible.kernels.sm90.device.parts import (
     TileCoord,
     TileReader,
     behind,
-    give_turn,
     in_ring,
+    pass_turn,
     preact_blocks_of,
     ring_state,
     steps_of,
-    take_turn,
     tile_coord,
+    wait_turn,
 )
 from fusible.kernels.sm90.device.promotion import (
     SCALE_STAGES,
@@ -130,9 +130,9 @@ def multiply(
     turns = const_expr(tile.pingpong and spec.rings == 1)
     if const_expr(turns):  # noqa: SIM102 (decided when compiling)
         if warpgroup == 0:
-            give_turn(MULTIPLY_TURN, Int32(1))
+            pass_turn(MULTIPLY_TURN, Int32(1))
             if const_expr(spec.is_backward):
-                give_turn(PREACT_TURN, Int32(1))
+                pass_turn(PREACT_TURN, Int32(1))
 
     turn, first_scales = Int32(0), None
     read, valid, group, m, n, start, rows = tiles.next(tiles.begin())
@@ -156,7 +156,7 @@ def multiply(
             # ping-pong, and the last tile's values need no registers any more.
             accumulator.fill(0.0)
             if const_expr(turns):
-                take_turn(MULTIPLY_TURN, warpgroup)
+                wait_turn(MULTIPLY_TURN, warpgroup)
             loop = (mma, accumulator, fragment_a, fragment_b, operands.pipeline, steps)
             if const_expr(spec.is_fp8):
                 loop = (*loop, spec, promotion, products, first_scales, coord)
@@ -194,7 +194,7 @@ def multiply(
                 state = _mainloop(*loop, state, tile.slabs)
             if const_expr(turns):
                 # All products are issued: the other's may queue up behind them.
-                give_turn(MULTIPLY_TURN, warpgroup)
+                pass_turn(MULTIPLY_TURN, warpgroup)
             if const_expr(not spec.is_fp8):
                 _drain(operands.pipeline, state, steps)
             # Before the epilogue: the sooner a slot of the queue is vacant, the sooner the tile

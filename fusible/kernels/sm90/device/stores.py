@@ -16,7 +16,7 @@ from fusible.kernels.sm90.device.parts import (
 from fusible.kernels.sm90.device.tile_scheduler import group_end
 from fusible.kernels.sm90.spec import WARPGROUP_ROWS, Spec
 
-_FILLED = 16 * 1024  # bytes of zeros under way at once
+_FILLED = 16 * 1024  # bytes of zeros in flight
 
 
 def store_box(atom, tensor, box, offset, source):
@@ -101,7 +101,7 @@ def fill_empty(
 ):
     """Write zeros to the output matrices of groups without rows; by one warp of every block.
 
-    Few are under way at once, so that they do not delay what the other warps wait for.
+    Few are in flight, so that they do not delay what the other warps wait for.
     """
     lane = cute.arch.lane_idx()
     vector = cute.make_tensor(zeros.iterator, cute.make_layout(cute.size(zeros)))

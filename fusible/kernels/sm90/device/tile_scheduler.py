@@ -202,7 +202,7 @@ class TileQueue:
                 )
 
     @cute.jit
-    def serve(self, scheduler, tile: Int32, clusters: Int32):
+    def send_tiles(self, scheduler, tile: Int32, clusters: Int32):
         """One warp of the cluster: send tiles, from ``tile`` on, then that none is left."""
         lane = cute.arch.lane_idx()
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.SLOTS)

@@ -94,12 +94,12 @@ def test_what_the_activation_saves_is_its_own_choice(own_fusions):
 def test_explain_says_what_is_fused_and_what_does_not_hold(own_fusions):
     register_rule(grouped_linear_swiglu)
     x = torch.randn(12, 16)
-    told = fz.explain(a_module(), x.bfloat16(), SPLITS, target="sm90")
-    assert told.fired == ("grouped_linear_swiglu",)
-    assert "forward as part of GroupedLinearSwiGLU (ops[0:2])" in str(told)
-    told = fz.explain(a_module(dtype=torch.float32), x, SPLITS, target="sm90")
-    assert told.fired == ()
-    (refusal,) = [r for r in told.refusals if r.rule is grouped_linear_swiglu]
+    explained = fz.explain(a_module(), x.bfloat16(), SPLITS, target="sm90")
+    assert explained.fired == ("grouped_linear_swiglu",)
+    assert "forward as part of GroupedLinearSwiGLU (ops[0:2])" in str(explained)
+    explained = fz.explain(a_module(dtype=torch.float32), x, SPLITS, target="sm90")
+    assert explained.fired == ()
+    (refusal,) = [r for r in explained.refusals if r.rule is grouped_linear_swiglu]
     assert refusal.reasons == (
         "linear.dtype must be one of bfloat16, float16 where quantizes is False, got float32",
     )

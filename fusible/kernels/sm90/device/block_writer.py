@@ -100,21 +100,21 @@ class BlockWriter:
     def block(self, count: cutlass.Constexpr):
         """Where the tile's ``count``-th block is put together, once it is vacant."""
         if const_expr(count >= self.ring and (not self.whole or self.ring == 1)):
-            self.settle(self.ring - 1)
+            self.wait_stores(self.ring - 1)
         return self.blocks[None, None, self.warpgroup * self.ring + count % self.ring]
 
     @cute.jit
-    def settle(self, pending: cutlass.Constexpr):
+    def wait_stores(self, pending: cutlass.Constexpr):
         """Wait until all but ``pending`` of the stores have left shared memory."""
         if const_expr(self.whole):
-            self._settle_first(pending)
+            self._wait_in_first_warp(pending)
             self._barrier()
         else:
             cute.arch.cp_async_bulk_wait_group(pending, read=True)
             cute.arch.sync_warp()
 
     @cute.jit
-    def _settle_first(self, pending: cutlass.Constexpr):
+    def _wait_in_first_warp(self, pending: cutlass.Constexpr):
         if self.warp == 0:
             cute.arch.cp_async_bulk_wait_group(pending, read=True)
 
@@ -130,7 +130,7 @@ class BlockWriter:
         cute.arch.fence_proxy("async.shared", space="cta")
         if const_expr(self.whole):
             if const_expr(self.ring > 1):
-                self._settle_first(self.ring - 2)
+                self._wait_in_first_warp(self.ring - 2)
             self._barrier()
             if self.warp == 0:
                 self._store(stores, WARPGROUP_ROWS, Int32(0))

@@ -35,7 +35,7 @@ class UnquantizedRows(NamedTuple):
     """FP32 ``[E, parts]``, the largest magnitudes before they were rounded, where it gave them."""
 
 
-def pack(x: Operand, padded: PaddedGroups) -> Operand:
+def pad_and_pack(x: Operand, padded: PaddedGroups) -> Operand:
     """Rows ``x``, quantized by group, as the kernels read them."""
     if x.row_values is not None:
         rows = aligned(pad_rows(x.row_values, padded))
@@ -51,14 +51,14 @@ def _packed(matrix: QuantizedMatrix, data: Tensor, scale: Tensor) -> QuantizedMa
     return matrix._replace(data=data, scale=scale, ends=None)
 
 
-def quantize(
+def quantize_padded(
     x: Tensor,
     fmt: NumberFormat,
     ends: Tensor,
     padded: PaddedGroups,
     options: QuantizeOptions,
 ) -> tuple[Operand, Tensor | None]:
-    """Rows ``x`` in groups up to ``ends`` in ``fmt``: `pack` of them quantized, in one pass.
+    """`pad_and_pack` of rows ``x``, in groups up to ``ends``, quantized to ``fmt``, in one pass.
 
     And the sums of the rows of each group ``[E, K]``, if ``options`` ask for them.
     """
@@ -91,7 +91,7 @@ def quantize_packed_weights(w: Tensor, fmt: NumberFormat, transposed: bool) -> O
     size = rows.shape[0]
     ends = torch.arange(n, size + 1, n, dtype=torch.int32, device=w.device)
     padded = PaddedGroups(ends, None, size)
-    packed, _ = quantize(rows, fmt, ends, padded, QuantizeOptions(True, transposed))
+    packed, _ = quantize_padded(rows, fmt, ends, padded, QuantizeOptions(True, transposed))
     per_byte = fmt.element.per_byte
     return Operand(
         _of_matrices(packed.row, (n, k // per_byte)),
