@@ -153,7 +153,7 @@ def reserve(group: Any, device: torch.device, nbytes: int) -> PeerMemory | str:
 
 
 def on_failure(group: Any) -> None:
-    """:meth:`PeerMemory.on_failure` the memories of a group; of None there are none."""
+    """Call :meth:`PeerMemory.on_failure` of the memories of a group; of None there are none."""
     for found in () if group is None else _memories.get(group, {}).values():
         if isinstance(found, PeerMemory):
             found.on_failure()
