@@ -129,7 +129,7 @@ def test_what_is_not_offered_says_so():
         ("moe_permute", "Dispatch sends"),
         ("MXFP8Tensor", "QuantizedTensor has every format"),
         ("basic", "every op is fusible.X"),
-        ("optimizers", "PyTorch's are meant"),
+        ("optimizers", "use PyTorch's"),
         ("DelayedScaling", "its scales come from earlier calls"),
     ):
         with pytest.raises(AttributeError, match=f"fusible.{name} is not offered: {why}"):
