@@ -62,14 +62,9 @@ class Quick:
     ) -> None:
         """Keep what the time suffices for and the machine can run, a test of each file in front."""
         possible = [item for item in items if not item.get_closest_marker("skip")]
-        chosen, left = set(), 0.8 * SECONDS * self.workers
         seconds = self.seconds(possible)
         rank = order(possible, seconds)
-        for item in sorted(possible, key=rank.__getitem__):
-            left -= seconds[item]
-            if left < 0:
-                break
-            chosen.add(item)
+        chosen = choose(rank, seconds, 0.8 * SECONDS * self.workers)
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         self.left_out = Counter(item.location[0] for item in possible if item not in chosen)
         kept = [item for item in items if item in chosen]
@@ -133,6 +128,16 @@ def order(items: Iterable[pytest.Item], seconds: dict[pytest.Item, float]) -> di
         if seconds[item] < seconds[quickest]:
             files[item.location[0]] = item
     return found | dict.fromkeys(files.values(), FIRST)
+
+
+def choose(rank: dict[Any, Any], seconds: dict[Any, float], left: float) -> set[Any]:
+    """The tests, in order and of equal ones the shortest first, that fit in the seconds left."""
+    chosen = set()
+    for item in sorted(rank, key=lambda item: (rank[item], seconds[item])):
+        if seconds[item] <= left:
+            left -= seconds[item]
+            chosen.add(item)
+    return chosen
 
 
 def shares(item: pytest.Item) -> bool:

@@ -2,11 +2,18 @@
 
 from types import SimpleNamespace
 
-from quick import order
+from quick import choose, order
 
 
 class Item(SimpleNamespace):
     __hash__ = object.__hash__
+
+
+def test_files_whose_tests_all_take_long_leave_time_for_the_others():
+    items = [Item(nodeid=f"{i}.py::test", location=(f"{i}.py", 0, "test")) for i in range(5)]
+    seconds = dict(zip(items, (60.0, 1.0, 90.0, 2.0, 3.0), strict=True))
+    assert choose(order(items, seconds), seconds, 70.0) == {*items[:2], *items[3:]}
+    assert choose(order(items, seconds), seconds, 30.0) == {items[1], *items[3:]}
 
 
 def test_a_test_of_each_file_comes_first_and_slow_ones_last():
