@@ -77,7 +77,7 @@ class GroupedLinearGLU(FusedOperation):
         linear, act = self._basic_ops
         if op is act:
             return ()
-        return DEFAULT_KERNELS.describe_tiles(target, linear, ctx, rows, (act, None))
+        return DEFAULT_KERNELS.describe_tiles(target, linear, ctx, rows, act)
 
     def fast_path(self, plan: Plan, key: PlanKey) -> LinearFastPath | None:
         """A fast path with the unfused backward of both ops."""
@@ -125,7 +125,7 @@ class GroupedMLP(FusedOperation):
         """See `GroupedKernels`."""
         fc1, act, fc2 = self._basic_ops
         acts = {fc1: (act, None), fc2: (None, act)}.get(op)
-        return self.kernels.describe_tiles(target, op, ctx, rows, acts) if acts else ()
+        return self.kernels.describe_tiles(target, op, ctx, rows, *acts) if acts else ()
 
     def fast_path(self, plan: Plan, key: PlanKey) -> FastPath | None:
         """With the default kernels or with FP8 products on Hopper, as a node of its own."""

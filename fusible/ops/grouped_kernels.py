@@ -24,6 +24,7 @@ from fusible.kernels import grouped
 from fusible.kernels.dense import scaled_mm
 from fusible.kernels.quantize.k_major import ScaledMatrix, elements_and_scale
 from fusible.kernels.sm90 import limits, tiles
+from fusible.kernels.sm90.spec import Tile
 from fusible.ops.matrices import as_2d, buffer_rows
 from fusible.ops.wgrad import (
     WeightGradient,
@@ -132,13 +133,19 @@ class GroupedKernels:
         return "values of quantized operands, in BF16 on CUDA"
 
     def describe_tiles(
-        self, target: Target, op: Any, ctx: OperationContext, rows: int, acts: Any = (None, None)
-    ) -> Sequence[Any]:
+        self,
+        target: Target,
+        op: Any,
+        ctx: OperationContext,
+        rows: int,
+        act: Any = None,
+        dact: Any = None,
+    ) -> Sequence[Tile]:
         """The tiles of a linear's forward, data gradient and weight gradient, for ``explain``.
 
         Of the linear ``op``, for ``rows`` rows, at least one; empty where they are not known.
-        ``ctx`` is that of a forward. Of ``acts``, `glu` has the first in its epilogue, `dglu` the
-        backward of the second.
+        ``ctx`` is that of a forward. `glu` has ``act`` in its epilogue, `dglu` the backward of
+        ``dact``.
         """
         stored = ctx.quantizes or any([is_quantized(w) for w in ctx.parameters])
         if (
@@ -149,8 +156,7 @@ class GroupedKernels:
             or getattr(ctx.recipe, "backward_override", None) is not None
         ):
             return ()
-        act, dact = [None if one is None else one.glu for one in acts]
-        return tiles.of_linear(op, rows, target.multiprocessors, act, dact)
+        return tiles.of_linear(op, rows, target.multiprocessors, act and act.glu, dact and dact.glu)
 
     saves_input = True
     """Whether `prepare_rows` in high precision gives the input itself, ``[rows, features]``."""

@@ -32,6 +32,7 @@ from fusible.kernels.quantize.k_major import (
 from fusible.kernels.quantize.saved_input import input_values
 from fusible.kernels.sm90 import fp8_times, tiles
 from fusible.kernels.sm90.limits import quantizes_activation
+from fusible.kernels.sm90.spec import Tile
 from fusible.kernels.stacking import stacked
 from fusible.ops.grouped_kernels import (
     Activated,
@@ -84,10 +85,16 @@ class Sm90Fp8Kernels(GroupedKernels):
         return f"{says}; {fp8_times.speed_note(sizes)}"
 
     def describe_tiles(
-        self, target: Target, op: Any, ctx: OperationContext, rows: int, acts: Any = (None, None)
-    ) -> Sequence[Any]:
+        self,
+        target: Target,
+        op: Any,
+        ctx: OperationContext,
+        rows: int,
+        act: Any = None,
+        dact: Any = None,
+    ) -> Sequence[Tile]:
         """See `GroupedKernels`; none of a dense linear, whose products may be PyTorch's."""
-        (act, _), sms = acts, target.multiprocessors
+        sms = target.multiprocessors
         if op.num_groups is None or not has_row_major_weights(op, ctx):
             return ()
         if act is None:
