@@ -10,7 +10,6 @@ from torch import Tensor
 
 from fusible.formulas import cast
 from fusible.fuser.conditions import equal, this
-from fusible.fuser.memory import storage_id
 from fusible.fuser.rules import rule
 from fusible.ops import (
     GELU,
@@ -24,7 +23,7 @@ from fusible.ops import (
     SiLU,
 )
 from fusible.ops.elementary import check_addend, holds_sum
-from fusible.ops.matrices import restore_leading_dims
+from fusible.ops.matrices import add_product
 from fusible.ops.op import Contexts, ExtraTensors, FusedGrads, FusedOutputs
 from fusible.ops.wgrad import dense_gradient
 
@@ -62,27 +61,6 @@ def linear_bias_activation(
 # --- residual -------------------------------------------------------------------------------------
 
 
-def _add_product(
-    addend: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0, *, in_place: bool = False
-) -> Tensor:
-    """``addend + alpha * a @ b`` for a ``[..., K]`` and b ``[K, N]``, in one product.
-
-    Where the addend has another dtype than the product (a wider one, under autocast), in two steps.
-    """
-    if addend.dtype != a.dtype:
-        add = addend.add_ if in_place else addend.add
-        return add(a @ b, alpha=alpha)
-    rows = a.reshape(-1, a.shape[-1])
-    as_matrix = addend.dim() == 2 or addend.is_contiguous()
-    if in_place and as_matrix and storage_id(addend) != storage_id(rows):
-        flat = addend.view(-1, b.shape[1])
-        torch.addmm(flat, rows, b, alpha=alpha, out=flat)  # PyTorch does not count addmm_'s FLOPs
-        return addend
-    total = torch.addmm(addend.reshape(-1, b.shape[1]), rows, b, alpha=alpha)
-    total = restore_leading_dims(total, a)
-    return addend.copy_(total) if in_place else total
-
-
 class LinearAdd(FusedOperation):
     """Forward of ``scale * (x @ weight.T) + addend``, with or without the scale."""
 
@@ -98,7 +76,7 @@ class LinearAdd(FusedOperation):
         addend = check_addend(ctxs[-1], extra[-1][0], shape, x)
         own_shape = ctxs[-1].addend_shape is None
         in_place = add.in_place and own_shape and 0 in ctxs[-1].writable_extra
-        y = _add_product(addend.detach(), x, weight.t(), alpha, in_place=in_place)
+        y = add_product(addend.detach(), x, weight.t(), alpha, in_place=in_place)
         return cast(y, addend.dtype) if add.in_place else y, [()] * len(ctxs)
 
 
@@ -118,7 +96,7 @@ class BackwardLinearAdd(FusedOperation):
         dx = None
         if ctx.needs.input and dextra is not None:
             in_place = 0 in fork.writable_extra and holds_sum(dextra, dy)
-            dx = _add_product(dextra, dy, weight, in_place=in_place)
+            dx = add_product(dextra, dy, weight, in_place=in_place)
         elif ctx.needs.input:
             dx = dy @ weight
         return dx, [(), self._basic_ops[1].weight_grads(ctx, dense_gradient(dy, x))], [(), ()]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fusible.formulas import cast
+from fusible.fuser.memory import storage_id
 from fusible.kernels.quantize.k_major import ScaledMatrix
 from fusible.recipes.product import is_quantized
 
@@ -80,3 +81,25 @@ def matrix(t: Any, dtype: torch.dtype) -> Any:
 def restore_leading_dims(t: Tensor, like: Tensor) -> Tensor:
     """``t``, whose first dimension counts rows, with the leading dimensions of ``like``."""
     return t if like.dim() == 2 else t.view(*like.shape[:-1], *t.shape[1:])
+
+
+def add_product(
+    addend: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0, *, in_place: bool = False
+) -> Tensor:
+    """``addend + alpha * a @ b`` for a ``[..., K]`` and b ``[K, N]``, in one product.
+
+    Where the addend has another dtype than the product (a wider one, under autocast), in two steps.
+    ``in_place``: written to the addend, which is then the result.
+    """
+    if addend.dtype != a.dtype:
+        add = addend.add_ if in_place else addend.add
+        return add(a @ b, alpha=alpha)
+    rows = a.reshape(-1, a.shape[-1])
+    as_matrix = addend.dim() == 2 or addend.is_contiguous()
+    if in_place and as_matrix and storage_id(addend) != storage_id(rows):
+        flat = addend.view(-1, b.shape[1])
+        torch.addmm(flat, rows, b, alpha=alpha, out=flat)  # PyTorch does not count addmm_'s FLOPs
+        return addend
+    total = torch.addmm(addend.reshape(-1, b.shape[1]), rows, b, alpha=alpha)
+    total = restore_leading_dims(total, a)
+    return addend.copy_(total) if in_place else total

@@ -16,6 +16,7 @@ from fusible.fuser.context import OperationContext
 from fusible.fuser.op_facts import Dtypes, autocast_to
 from fusible.kernels import moe
 from fusible.ops.collectives import all_reduce
+from fusible.ops.elementary import holds_sum
 from fusible.ops.inputs import (
     FLOAT_DTYPES,
     check_device,
@@ -24,6 +25,7 @@ from fusible.ops.inputs import (
     check_sizes,
     wrong_shape,
 )
+from fusible.ops.matrices import add_product
 from fusible.ops.op import BasicOperation, Grads, OpGrads
 from fusible.recipes.product import values
 
@@ -77,6 +79,7 @@ class TopKRouter(BasicOperation):
 
     saves = "x, weight, logits, expert ids"
     handles_autocast = True
+    writes_grads = True
     expert_bias: Tensor | None
     fact_names = (
         "hidden_size",
@@ -254,7 +257,7 @@ class TopKRouter(BasicOperation):
     def backward_impl(
         self, ctx: OperationContext, grad_output: Tensor, *grad_extra_outputs: Tensor | None
     ) -> OpGrads:
-        """The logits' gradient, then two products; that of the input starts from ``dy``."""
+        """The logits' gradient, then two products; that of the input is added to ``dy``."""
         dprobs, _, *dlosses = grad_extra_outputs
         x, weight, logits, ids = ctx.saved_tensors
         dlogits = self._logits_grad(logits, ids, dprobs, dlosses)
@@ -268,10 +271,9 @@ class TopKRouter(BasicOperation):
             grads[1] = dlogits.sum(0)
         dx = None
         if ctx.needs.input:
-            dy = grad_output.reshape(-1, self.hidden_size)
-            in_one = dy.dtype == narrow.dtype
-            dx = torch.addmm(dy, narrow, weight) if in_one else dy + narrow @ weight
-            dx = dx.view(grad_output.shape)
+            shape = *grad_output.shape[:-1], self.num_experts
+            in_place = ctx.writable_grad_output and holds_sum(grad_output, narrow)
+            dx = add_product(grad_output, narrow.view(shape), weight, in_place=in_place)
         return dx, *grads
 
     def _logits_grad(

@@ -312,6 +312,36 @@ def test_a_sum_keeps_the_wider_dtype():
         torch.testing.assert_close(mine, plain, rtol=2**-7, atol=1e-3)
 
 
+@pytest.mark.parametrize("owner", ["run", "autograd", "caller"])
+def test_a_router_adds_to_a_gradient_that_the_run_owns(monkeypatch, owner):
+    """And to no other: the caller may read the gradient that it gives."""
+    seq = fz.Sequential(fz.TopKRouter(WIDTH, 4, 2, dtype=FP64), fz.SiLU())
+    ops = {"run": seq, "autograd": fz.Sequential(seq[0]), "caller": fz.Sequential(seq[0])}[owner]
+    x, dy, dprobs = new().requires_grad_(), new(), torch.randn(ROWS, 2, dtype=FP64)
+    y, probs, _ = ops(x)
+    given = dy.clone()
+    wrote = []
+    real = fz.TopKRouter.backward_impl
+
+    def call(self, ctx, grad_output, *extra):
+        got = real(self, ctx, grad_output, *extra)
+        wrote.append(got[0].data_ptr() == grad_output.data_ptr())
+        return got
+
+    monkeypatch.setattr(fz.TopKRouter, "backward_impl", call)
+    if owner == "autograd":
+        y = y.sin()
+    torch.autograd.backward([y, probs], [dy, dprobs])
+    assert wrote == [owner == "run"]
+    assert torch.equal(dy, given)
+    leaf = x.detach().clone().requires_grad_()
+    logits = leaf @ seq[0].weight.t()
+    top = logits.softmax(-1).topk(2).values
+    out = {"run": nn.functional.silu, "autograd": torch.sin, "caller": torch.clone}[owner](leaf)
+    torch.autograd.backward([out, top / top.sum(-1, keepdim=True)], [dy, dprobs])
+    torch.testing.assert_close(x.grad, leaf.grad)
+
+
 # --- extra inputs in place -----------------------------------------------------------------------
 
 
