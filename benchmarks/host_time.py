@@ -27,6 +27,7 @@ from sm90_launches import ops_only
 GROUPS, HIDDEN, INNER, ROWS = 8, 1024, 512, 1024
 CASES: dict[str, dict[str, Any]] = {
     "BF16": {},
+    "BF16, one tensor of biases": {"bias": True, "single_grouped_bias": True},
     "BF16, a bias for each expert": {"bias": True},
     "BF16, a weight for each expert": {"single_grouped_weight": False},
     "BF16, main_grad": {"accumulate_into_main_grad": True},

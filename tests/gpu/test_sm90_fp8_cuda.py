@@ -128,6 +128,12 @@ TILES = [
 ]
 
 
+def has_weight_gradients(tile):
+    """Whether a kernel of weight gradients is built in a tile: its stages must fit."""
+    spec = Spec("wgrad", tile, "float8_e4m3fn", "float8_e4m3fn", "rows")
+    return tile.m >= 64 and spec.stages >= 2 * spec.rings
+
+
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize(("columns", "depth"), [(384, 640), (832, 144), (208, 2880)])
 def test_tiles_give_the_same_bits(tile, columns, depth):
@@ -144,7 +150,7 @@ def test_tiles_give_the_same_bits(tile, columns, depth):
             glu = Glu("swiglu", 0 if columns % 128 == 0 else 8)
             given = x, w, ends, scales, glu, None, True, x_scale, w_scale
             found.append([y, *ops.grouped_glu(*given)])
-            if tile.m >= 64:
+            if has_weight_gradients(tile):
                 dw = ops.grouped_wgrad(dy, xt, padded_ends, None, dy_scale, xt_scale)
                 found[-1].append(dw)
     for expected, actual in zip(*found, strict=True):
