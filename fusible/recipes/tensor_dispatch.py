@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
@@ -106,9 +107,10 @@ def _run_on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     arguments = dict(zip(names, args, strict=False)) | kwargs
     leaves = pytree.tree_leaves([arguments.get(name) for name in _written(func)])
     if func.namespace == "c10d" and any(isinstance(leaf, DispatchedTensor) for leaf in leaves):
-        for work in pytree.tree_leaves(result):
-            if isinstance(work, torch.ScriptObject):
-                work.wait()  # type: ignore[attr-defined]
+        for leaf in pytree.tree_leaves(result):
+            # NCCL gives none for what the current stream waits for; it must not be called then.
+            if isinstance(leaf, torch.ScriptObject) and (work := dist.Work.unbox(leaf)) is not None:
+                work.wait()
     if torch.Tag.inplace_view not in func.tags:
         _check_sizes(func, leaves, values)
     for shared in {leaf.shared for leaf in leaves if isinstance(leaf, ValuesView)}:
