@@ -169,11 +169,14 @@ def fp8_products() -> int:
                         options = act, b, keep, *scales.values(), fp8_block()
                         ops.grouped_glu(x, w, ends, ones(rows), *options)
                         launches += 1
-                given = dy, columns, padded_ends.int()
+            launches += 3
+        given = dy, columns, padded_ends.int()
+        grad = torch.zeros(GROUPS, hidden, inner, device="cuda")
+        for tile in own(tiles.FP8_TILES["wgrad"]):
+            with in_tile(tile):
                 ops.grouped_wgrad(*given, None, dy_scale, x_scale)
-                grad = torch.zeros(GROUPS, hidden, inner, device="cuda")
                 ops.grouped_wgrad_([grad], *given, True, dy_scale, x_scale)
-            launches += 5
+            launches += 2
     return launches
 
 
