@@ -36,6 +36,7 @@ _CLUSTER = 8  # CTAs: the largest size that every GPU with clusters supports
 _MAX_TOP_K = 32
 _MIN_SM = 80
 _MIN_FP8_SM = 89
+_FEW_VECTORS = 2**18  # of 16 bytes: what one wave of threads holds on 132 multiprocessors
 _BLOCK_SCALING = fp8_block().scaling  # of the formats that the kernel quantizes to
 
 
@@ -122,6 +123,12 @@ def rows_spec(t: Tensor, row_map: Tensor, weights: Tensor | None, **options: Any
     return RowsSpec(PTX_NAMES[t.dtype], vectors, row_map.shape[1], kind, dtype, **options)  # type: ignore[arg-type]
 
 
+def _unroll(t: Tensor, row_map: Tensor, processes: int) -> int:
+    """`RowsSpec.unroll` for rows ``t``: one token where more would leave a GPU's threads idle."""
+    vectors = row_map.shape[0] * t.shape[1] * t.itemsize // BYTES
+    return 1 if processes == 1 and vectors <= _FEW_VECTORS else 4
+
+
 def sources_outputs(row_map: Tensor, weights: Tensor, rows: int) -> tuple[Tensor, ...]:
     """The outputs of `row_sources`, not written."""
     return row_map.new_empty(rows), weights.new_empty(rows)
@@ -164,7 +171,8 @@ def scatter_rows(
     if rows == 0 or not supports_row_copies(part, row_map, weights):
         return NotImplemented
     outputs = scatter_outputs(part, row_map, weights, rows)
-    spec = rows_spec(part, row_map, weights, scale=scale, processes=processes)
+    unroll = _unroll(part, row_map, processes)
+    spec = rows_spec(part, row_map, weights, scale=scale, unroll=unroll, processes=processes)
     address, *place = _memory_of(x)
     arguments = address, row_map.contiguous(), _contiguous(weights), *outputs
     sizes = row_map.shape[0], rows, int(zero_tail)
@@ -254,8 +262,9 @@ def gather_sum(
     of_values = "" if values is None else PTX_NAMES[values.dtype]
     # Of many tokens it would take registers, and a block waits for others, not for its row map.
     ahead = reads_ahead and row_map.shape[0] <= FEW_TOKENS and row_map.is_contiguous()
-    options = {"values": of_values, "reads_ahead": ahead, "processes": _part(sums)[1]}
-    spec = rows_spec(rows, row_map, weights, **options)
+    processes = _part(sums)[1]
+    options = {"unroll": _unroll(rows, row_map, processes), "processes": processes}
+    spec = rows_spec(rows, row_map, weights, values=of_values, reads_ahead=ahead, **options)
     inputs = aligned(rows), row_map.contiguous(), _contiguous(weights), _contiguous(values)
     address, *place = _memory_of(sums)
     arguments = *inputs, address, picked, row_map.shape[0], *place

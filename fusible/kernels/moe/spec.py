@@ -7,7 +7,8 @@ from typing import Literal, NamedTuple
 from fusible.recipes.formats import NumberFormat
 
 BYTES = 16  # moved at once by a thread
-ROWS_THREADS = 256  # of a CTA that moves rows
+ROWS_THREADS = 128  # of a CTA that moves rows
+PERMUTE_THREADS = 256  # of one that sorts and copies rows of few tokens
 FEW_TOKENS = 64
 """Tokens up to which the sort and the copy are one launch: every CTA counts all choices."""
 
@@ -30,6 +31,8 @@ class RowsSpec(NamedTuple):
     """Sums and dots of groups: an index says which row of the matrix each row is."""
     reads_ahead: bool = False
     """Gather: whether the row map is read before the kernel ahead has ended."""
+    unroll: int = 4
+    """Scatter, gather: tokens that a thread has in flight."""
     processes: int = 1
     """Scatter, gather: in whose memories the tokens are, equally many in each."""
 
@@ -120,4 +123,4 @@ class PermuteSpec(NamedTuple):
     @property
     def padded_choices(self) -> int:
         """Numbers in shared memory for the choices of `FEW_TOKENS`: as many for each thread."""
-        return -(-FEW_TOKENS * self.rows.top_k // ROWS_THREADS) * ROWS_THREADS
+        return -(-FEW_TOKENS * self.rows.top_k // PERMUTE_THREADS) * PERMUTE_THREADS

@@ -15,7 +15,7 @@ from fusible.kernels.device.dependent_launch import has_pdl, wait
 from fusible.kernels.moe.device.placement import group_of, integers, place_groups, row_of
 from fusible.kernels.moe.device.rows import store_rows
 from fusible.kernels.moe.spec import BYTES
-from fusible.kernels.moe.spec import ROWS_THREADS as THREADS
+from fusible.kernels.moe.spec import PERMUTE_THREADS as THREADS
 from fusible.kernels.quantize.device import numbers
 from fusible.kernels.quantize.device.magnitudes import largest_of, largest_of_lanes, magnitude
 from fusible.recipes.formats import FP8_BLOCK

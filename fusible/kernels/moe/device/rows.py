@@ -13,7 +13,6 @@ from fusible.kernels.device import bits
 from fusible.kernels.device.dependent_launch import has_pdl, wait
 from fusible.kernels.moe.spec import ROWS_THREADS as THREADS
 
-UNROLL = 4  # tokens a thread has in flight
 TOGETHER = 8  # choices a thread has in flight
 
 
@@ -34,8 +33,8 @@ def _place(tokens, rank, spec):
     process, cta = (cta + rank) % spec.processes, cta // spec.processes
     of_process = tokens // spec.processes
     places = []
-    for u in range(UNROLL):
-        vector = (cta * UNROLL + u) * THREADS + thread
+    for u in range(spec.unroll):
+        vector = (cta * spec.unroll + u) * THREADS + thread
         token, column = vector // spec.vectors, vector % spec.vectors
         places.append((token, column, token < of_process))
     return process, process * of_process, places
@@ -262,7 +261,7 @@ def _dots(
 
 
 def _blocks(tokens, spec):
-    per_block = THREADS * UNROLL
+    per_block = THREADS * spec.unroll
     of_process = tokens // spec.processes
     return spec.processes * ((of_process * spec.vectors + per_block - 1) // per_block)
 
