@@ -235,9 +235,9 @@ def test_saved_tensors_may_come_back_laid_out_otherwise(recipe):
 def test_tiles_are_chosen_for_the_rows(recipe, monkeypatch):
     chosen, choose = [], tiles.choose
 
-    def record(kind, rows, *args):
+    def record(kind, rows, *args, **options):
         chosen.append((kind == "wgrad", rows))
-        return choose(kind, rows, *args)
+        return choose(kind, rows, *args, **options)
 
     monkeypatch.setattr(tiles, "choose", record)
     model = mlp()

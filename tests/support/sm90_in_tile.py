@@ -27,4 +27,4 @@ def launches_of(tile: Tile | None) -> tuple[object, object]:
     """`tiles.choose` and the cache of launches of one tile."""
     if tile is None:
         return _choose, _products
-    return (lambda *_: tile), functools.cache(_products.__wrapped__)
+    return (lambda *_, **__: tile), functools.cache(_products.__wrapped__)

@@ -93,16 +93,15 @@ class WeightProducts:
         assert weight is not None  # checked by `cached_products`
         sides = 1 if glu is None else glu.sides
         columns = weight.rows // sides if kind in FORWARD else weight.rows
-        activation, interleave = ("", 0) if glu is None else glu[:2]
-        needed = weight.major, interleave, bias, activation, self._is_fp8
         sizes = self._rows_bucket, self._groups, columns, weight.depth, self._multiprocessors
-        tile = tiles.choose(kind, *sizes, *needed, out_format is not None)
+        needed = weight.major, glu, bias, self._is_fp8, out_format is not None
+        tile = tiles.choose(kind, *sizes, *needed)
         paired, stripe = (False, 0) if glu is None else _stripes(kind, tile, glu)
         spec = Spec(
             kind, tile, dtype=self._a_dtype, b_dtype=self._b_dtype if self._is_fp8 else "",
             b_scale_layout="blocks" if self._is_fp8 else "", weight_major=weight.major,
             table=self._separate, bias=bias, row_scale=DTYPE_NAMES[scale] if scale else "",
-            activation=activation, stripe=stripe, paired=paired,
+            activation="" if glu is None else glu.activation, stripe=stripe, paired=paired,
             save_preact=save_preact and not quantize_preact,
             quantize_preact=save_preact and quantize_preact,
             out_format=out_format, out_dtype=DTYPE_NAMES[self.value_dtype],
@@ -136,7 +135,7 @@ class WeightProducts:
         strides, out_dtype, separate = out or dense
         sizes = self._rows_bucket, self._groups, columns, depth, self._multiprocessors
         spec = Spec(
-            "wgrad", tiles.choose("wgrad", *sizes, "k", 0, False, "", self._is_fp8),
+            "wgrad", tiles.choose("wgrad", *sizes, fp8=self._is_fp8),
             dtype=self._a_dtype, b_dtype=self._b_dtype if self._is_fp8 else "",
             b_scale_layout=("blocks" if same_scale else "rows") if self._is_fp8 else "",
             table=separate, out_dtype=DTYPE_NAMES[out_dtype], accumulate=accumulate,

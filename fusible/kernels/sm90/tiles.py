@@ -294,16 +294,17 @@ def choose(
     depth: int,
     sms: int,
     major: str = "k",
-    interleave: int = 0,
+    glu: Glu | None = None,
     bias: bool = False,
-    activation: str = "",
     fp8: bool = False,
     quantized: bool = False,
 ) -> Tile:
     """The tile of a product, see `microseconds`.
 
-    ``fp8``: of FP8 operands, ``quantized``: of an output that is quantized.
+    ``glu`` is the activation of its epilogue, forward or backward. ``fp8``: of FP8 operands,
+    ``quantized``: of an output that is quantized.
     """
+    activation, interleave = ("", 0) if glu is None else glu[:2]
     needed = major, interleave, bias, activation, fp8, quantized
     table = (FP8_TILES if fp8 else TILES)[kind]
     candidates = [tile for tile in table if supports_tile(kind, tile, *needed)]
@@ -330,18 +331,13 @@ def of_linear(
     ``quantized`` or not, that of the data gradient the backward of ``dact``.
     """
     groups, n, k = linear.num_groups, linear.out_features, linear.in_features
-    kind, columns, of_act = "store", n, (0, linear.has_bias, "")
-    if act is not None:
-        kind, columns = FORWARD[act.sides - 1], n // act.sides
-        of_act = act.interleave, linear.has_bias, act.activation
-    dkind, of_dact = "store", (0, False, "")
-    if dact is not None:
-        dkind, of_dact = BACKWARD[dact.sides - 1], (dact.interleave, False, dact.activation)
+    kind, columns = ("store", n) if act is None else (FORWARD[act.sides - 1], n // act.sides)
+    dkind = "store" if dact is None else BACKWARD[dact.sides - 1]
     # FP8 weights are transposed in memory, FP8 rows of a weight gradient padded by group.
     major, reduced = ("k", padded_size(rows, groups, FP8_BLOCK)) if fp8 else ("n", rows)
     rows, reduced = rows_bucket(rows, groups), rows_bucket(reduced, groups)
     return (
-        choose(kind, rows, groups, columns, k, sms, "k", *of_act, fp8, quantized),
-        choose(dkind, rows, groups, k, n, sms, major, *of_dact, fp8),
+        choose(kind, rows, groups, columns, k, sms, "k", act, linear.has_bias, fp8, quantized),
+        choose(dkind, rows, groups, k, n, sms, major, dact, fp8=fp8),
         choose("wgrad", reduced, groups, n, k, sms, fp8=fp8),
     )

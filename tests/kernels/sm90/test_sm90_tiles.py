@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from fusible.kernels.glu import Glu
 from fusible.kernels.sm90.spec import Spec
 from fusible.kernels.sm90.tiles import (
     FP8_TILES,
@@ -133,8 +134,8 @@ def test_fp8_products_of_256_columns_have_no_bias_and_no_situglu(rows):
     sizes = rows, 64, 2048, 7168
     for kind in ("store", "glu", "act"):
         assert chosen(kind, *sizes, bias=True, fp8=True).n <= 192
-    assert chosen("glu", *sizes, activation="situglu", fp8=True).n <= 192
-    assert chosen("glu", *sizes, activation="swiglu", fp8=True).n == 256
+    assert chosen("glu", *sizes, glu=Glu("situglu"), fp8=True).n <= 192
+    assert chosen("glu", *sizes, glu=Glu("swiglu"), fp8=True).n == 256
 
 
 def test_the_model_can_be_fitted(capsys):
