@@ -23,7 +23,6 @@ from fusible.ops import FusedOperation, GroupedLinear
 from fusible.ops.activation import Activation
 from fusible.ops.grouped_fast_path import LinearFastPath, MLPFastPath
 from fusible.ops.grouped_kernels import (
-    DEFAULT_KERNELS,
     Activated,
     GroupedKernels,
     GroupedOperand,
@@ -36,6 +35,7 @@ from fusible.ops.kernel_rows import KERNELS, NO_OVERRIDE, SM90_INTERLEAVES, need
 from fusible.ops.matrices import restore_leading_dims
 from fusible.ops.op import BasicOperation, Contexts, ExtraTensors, FusedGrads, FusedOutputs, Grads
 from fusible.ops.sm90_fp8_kernels import SM90_FP8
+from fusible.ops.sm90_kernels import SM90
 from fusible.recipes.recipe import Recipe
 
 
@@ -77,7 +77,7 @@ class GroupedLinearGLU(FusedOperation):
         linear, act = self._basic_ops
         if op is act:
             return ()
-        return DEFAULT_KERNELS.describe_tiles(target, linear, ctx, rows, act)
+        return SM90.describe_tiles(target, linear, ctx, rows, act)
 
     def fast_path(self, plan: Plan, key: PlanKey) -> LinearFastPath | None:
         """A fast path with the unfused backward of both ops."""
@@ -128,7 +128,7 @@ class GroupedMLP(FusedOperation):
         return self.kernels.describe_tiles(target, op, ctx, rows, *acts) if acts else ()
 
     def fast_path(self, plan: Plan, key: PlanKey) -> FastPath | None:
-        """With the default kernels or with FP8 products on Hopper, as a node of its own."""
+        """With the kernels for Hopper, also with FP8 products, as a node of its own."""
         fast_path = _FAST_PATHS.get(self.kernels)
         return None if fast_path is None else fast_path.of(plan, key, *self._basic_ops)
 
@@ -199,7 +199,7 @@ class GroupedMLP(FusedOperation):
         return fc1.grads(second.saved, second.dpreact, x, second.values, grad_output)
 
 
-_FAST_PATHS: dict[GroupedKernels, Any] = {DEFAULT_KERNELS: MLPFastPath, SM90_FP8: Fp8MLPFastPath}
+_FAST_PATHS: dict[GroupedKernels, Any] = {SM90: MLPFastPath, SM90_FP8: Fp8MLPFastPath}
 
 
 class FC2Backward(NamedTuple):

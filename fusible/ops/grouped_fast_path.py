@@ -28,9 +28,9 @@ from fusible.kernels.grouped.vectors import launch_group_ends
 from fusible.kernels.runtime.launch import TENSOR_TYPES
 from fusible.kernels.sm90.grouped_products import DenseOperand, can_read_in_place, products_by_rows
 from fusible.kernels.sm90.operands import is_row_scale
-from fusible.ops.grouped_kernels import DEFAULT_KERNELS
 from fusible.ops.op import Grads
 from fusible.ops.scaled_activation import in_pieces
+from fusible.ops.sm90_kernels import SM90
 from fusible.ops.weights import WeightedOperation
 from fusible.ops.wgrad import grouped_gradient
 
@@ -179,9 +179,8 @@ class GroupedFastPath:
 
         None if other kernels are selected, or these do not support its features.
         """
-        if plan.recipe is not None or any(
-            [row.kernels is not DEFAULT_KERNELS for row in plan.kernel_rows if row]
-        ):
+        others = [row for row in plan.kernel_rows if row and row.kernels is not SM90]
+        if plan.recipe is not None or others:
             return None
         shape = op.num_groups, op.out_features, op.in_features
         return products_by_rows(device, dtype, *shape)

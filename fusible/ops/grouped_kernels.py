@@ -23,23 +23,12 @@ from fusible.fuser.target import Target
 from fusible.kernels import grouped
 from fusible.kernels.dense import scaled_mm
 from fusible.kernels.quantize.k_major import ScaledMatrix, elements_and_scale
-from fusible.kernels.sm90 import limits, tiles
 from fusible.kernels.sm90.spec import Tile
 from fusible.ops.matrices import as_2d, buffer_rows
-from fusible.ops.wgrad import (
-    WeightGradient,
-    dense_gradient,
-    grouped_gradient,
-    is_column_major,
-)
+from fusible.ops.wgrad import WeightGradient, dense_gradient, grouped_gradient
 from fusible.recipes.formats import NumberFormat, value_dtype
 from fusible.recipes.matrix import OperandData, QuantizedMatrix, Uses
-from fusible.recipes.product import (
-    backward_operand,
-    is_quantized,
-    operand_values,
-    quantize_operand,
-)
+from fusible.recipes.product import backward_operand, operand_values, quantize_operand
 from fusible.recipes.quantize_ops import compute_dtype, dequantize_matrix
 from fusible.recipes.recipe import Recipe, Role
 from fusible.recipes.stored import StoredWeights
@@ -147,16 +136,7 @@ class GroupedKernels:
         ``ctx`` is that of a forward. `glu` has ``act`` in its epilogue, `dglu` the backward of
         ``dact``.
         """
-        stored = ctx.quantizes or any([is_quantized(w) for w in ctx.parameters])
-        if (
-            self is not DEFAULT_KERNELS
-            or target.sm != limits.ARCHITECTURE
-            or not has_row_major_weights(op, ctx)
-            or (stored and not ctx.requires_grad)  # `few_rows` may multiply by stored weights
-            or getattr(ctx.recipe, "backward_override", None) is not None
-        ):
-            return ()
-        return tiles.of_linear(op, rows, target.multiprocessors, act and act.glu, dact and dact.glu)
+        return ()
 
     saves_input = True
     """Whether `prepare_rows` in high precision gives the input itself, ``[rows, features]``."""
@@ -349,14 +329,6 @@ class GroupedKernels:
             rows = cast(recomputed, ctx.dtype)
             output = self.prepare_rows(call, rows, "input", Uses(column=True)).column
         return ActivationGrads(cast(dpreact, ctx.dtype), output, dscales, None)
-
-
-def has_row_major_weights(op: Any, ctx: OperationContext) -> bool:
-    """Whether a grouped linear has row-major weights and ``main_grad``."""
-    buffers = [getattr(p, "main_grad", None) for p in op.parameters()]
-    return not ctx.column_major and not any(
-        [b is not None and b.dim() > 1 and is_column_major(b) for b in buffers]
-    )
 
 
 DEFAULT_KERNELS = GroupedKernels()

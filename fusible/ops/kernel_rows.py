@@ -23,8 +23,9 @@ from fusible.fuser.conditions import (
 from fusible.fuser.rules import KernelRow
 from fusible.kernels.sm90 import limits as sm90
 from fusible.kernels.sm100 import limits as sm100
-from fusible.ops.grouped_kernels import DEFAULT_KERNELS, GroupedKernels
+from fusible.ops.grouped_kernels import GroupedKernels
 from fusible.ops.sm90_fp8_kernels import SM90_FP8
+from fusible.ops.sm90_kernels import SM90
 from fusible.ops.sm100_kernels import SM100
 from fusible.versions import CUDA_DRIVER, CUDNN_FRONTEND, CUTLASS_DSL
 
@@ -144,7 +145,7 @@ SM90_FP8_ROW = GroupedKernelsRow(
 )
 SM90_ROW = GroupedKernelsRow(
     "sm90",
-    DEFAULT_KERNELS,  # whose CUDA implementation is chosen by the same limits
+    SM90,  # whose CUDA implementation is chosen by the same limits
     needs_sm90,
     # Under a recipe the epilogue rounds to BF16, as operands are dequantized to.
     (where(this.quantizes, True, equal(this.fc1.dtype, "bfloat16")), *_SM90_GLU_CONDITIONS),

@@ -41,10 +41,10 @@ from fusible.ops.grouped_kernels import (
     GroupedOperand,
     LinearCall,
     SavedLinear,
-    has_row_major_weights,
 )
 from fusible.ops.matrices import GatheredRows, QuantizedRows, as_2d, source_of
 from fusible.ops.operand_cache import cached_copy
+from fusible.ops.sm90_kernels import has_row_major_weights
 from fusible.ops.weights import quantize_weights, stack_weights
 from fusible.ops.wgrad import WeightGradient, grouped_gradient
 from fusible.recipes.formats import FP8_BLOCK, NumberFormat
