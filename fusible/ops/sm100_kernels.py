@@ -174,8 +174,9 @@ class Sm100Kernels(GroupedKernels):
     ) -> Activated:
         """See `GroupedKernels`; the kernel always gives the pre-activation."""
         bias = call.linear.stacked_bias(call.ctx, call.ctx.dtype)
-        outputs = products.glu(x, weights, call.groups, scales, bias=bias, glu=act.glu)
-        return Activated(*outputs)
+        operands = products.product_operands(x, weights, call.groups)
+        preact, *d = ops.glu(operands, None if bias is None else aligned(bias), scales, act.glu)
+        return Activated(preact, products.written(x, d))
 
     def dglu(
         self,
@@ -188,14 +189,15 @@ class Sm100Kernels(GroupedKernels):
         overwrite: bool,
     ) -> ActivationGrads:
         """See `GroupedKernels`; the kernel sums the bias's gradient."""
-        bias, groups = first.linear.needs_bias_grads(first.ctx), second.call.groups
-        d, dscales, dbias, again = products.dglu(
-            dy, second.weights, groups, preact, scales, bias=bias, glu=act.glu
-        )
+        call, bias = second.call, first.linear.needs_bias_grads(first.ctx)
+        operands = products.product_operands(dy, second.weights, call.groups)
+        *d, dscales, dbias, again, its_scales = ops.dglu(operands, preact, scales, bias, act.glu)
         output = None
-        if again is not None and second.lacks_x:
-            output = self.prepare_rows(second.call, again, "input", Uses(column=True)).column
-        return ActivationGrads(d, output, dscales, dbias if bias else None)
+        if second.lacks_x and not act.gated:  # of which the kernel computes it again
+            rows = products.recomputed(dy, again, its_scales)
+            output = self.prepare_rows(call, rows, "input", Uses(column=True)).column
+        dscales, dpreact = padding.unpad_rows(dscales, call.groups), products.written(dy, d)
+        return ActivationGrads(dpreact, output, dscales, dbias if bias else None)
 
 
 SM100 = Sm100Kernels()

@@ -266,12 +266,12 @@ def _dgrad_flops(x: Tensor, x_scales: Any, w: Sequence[Tensor], *_: Any) -> int:
 # --- what the kernels write of an activation, and of its gradient ---------------------------------
 
 
-_KernelOutputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+KernelOutputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """Elements and packed scales for both uses, and the largest magnitudes of BF16 elements before they
 were rounded, FP32 ``[groups, parts]``; empty where a kernel writes none."""
 
 
-def _activated(out: Any, x: Tensor, row: str) -> _KernelOutputs:
+def _activated(out: Any, x: Tensor, row: str) -> KernelOutputs:
     """Outputs of a kernel, row-wise ones named ``row``, scales as the next kernel reads them."""
     if x.dtype != FP8:
         amax = out["amax_tensor"]
@@ -281,7 +281,7 @@ def _activated(out: Any, x: Tensor, row: str) -> _KernelOutputs:
     return out[row], scales, out["d_col_tensor"], column_scales, _nothing(x)
 
 
-def _wide(d: Tensor, amax: Tensor | None) -> _KernelOutputs:
+def _wide(d: Tensor, amax: Tensor | None) -> KernelOutputs:
     """BF16 elements, of which nothing is quantized."""
     scales, column, column_scales, none = (_nothing(d) for _ in range(4))
     return d, scales, column, column_scales, none if amax is None else amax
@@ -291,7 +291,7 @@ def _nothing(x: Tensor) -> Tensor:
     return x.new_empty(0, dtype=torch.float32)
 
 
-def _unwritten(x: Tensor, columns: int, groups: int, parts: int) -> _KernelOutputs:
+def _unwritten(x: Tensor, columns: int, groups: int, parts: int) -> KernelOutputs:
     """Outputs of a kernel with operand ``x``, not written; ``amax`` is that of no rows."""
     rows = x.shape[0]
     if x.dtype != FP8:
@@ -323,7 +323,12 @@ def _glu_outputs(p: ProductOperands, bias: Tensor | None, prob: Tensor, glu: Glu
 def _glu(
     operands: ProductOperands, bias: Tensor | None, prob: Tensor, glu: Glu
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See `fusible.kernels.sm100.products.glu`."""
+    """The first linear with the activation: BF16 ``c``, and `KernelOutputs` of ``d``.
+
+    ``c = x @ w[e].T + bias[e]`` and ``d = glu(c) * prob``; of a gated activation, gate and linear
+    features alternate in blocks of 32. ``d`` is taken from the unrounded product; of MXFP8 operands
+    it is quantized for both uses, of others it is BF16. ``prob`` is FP32, one value a row.
+    """
     x = operands.x
     n = _checked(operands, False, bias)
     check_contiguous("prob", prob, torch.float32, x.shape[:1], x.device)
@@ -368,10 +373,13 @@ def _dglu_outputs(p: ProductOperands, c: Tensor, prob: Tensor, bias: bool, glu: 
 def _dglu(
     operands: ProductOperands, c: Tensor, prob: Tensor, bias: bool, glu: Glu
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See `fusible.kernels.sm100.products.dglu`.
+    """Gradients of ``c``, as `KernelOutputs`, of ``prob`` and of the bias ``[E, N]``.
 
-    The last two are the activation, where the kernel computes it again: elements quantized
-    column-wise and their packed scales, or BF16; else empty.
+    From ``x @ w[e]``, where ``x`` is the gradient of the second linear's output, and the arguments
+    and results of `glu`. That of ``prob`` has one value more, of rows in no group; without ``bias``
+    the third has no rows. The last two are the activation, for the weight gradient of the second
+    linear, which the kernel computes again of one that is not gated: elements quantized column-wise
+    and their packed scales, or BF16; else empty.
     """
     x, alpha = operands.x, operands.alpha
     n_major = x.dtype != FP4_BYTES

@@ -1,4 +1,4 @@
-"""Operands of the SM100 kernels, and the kernels as typed functions of them."""
+"""Operands of the SM100 kernels and what these write, and their plain product."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusible.kernels.glu import Glu
 from fusible.kernels.runtime.launch import aligned, begins_aligned
 from fusible.kernels.sm100 import ops
 from fusible.kernels.sm100.checks import FP8, address_unit
@@ -146,28 +145,8 @@ def _alpha(x: QuantizedMatrix, w: Sequence[Any]) -> Tensor | None:
     return x.tensor_scale.flatten() * (factors[0] if len(factors) == 1 else torch.cat(factors))
 
 
-def glu(
-    x: OperandData,
-    w: Sequence[OperandData],
-    padded: PaddedGroups,
-    prob: Tensor,
-    *,
-    bias: Tensor | None,
-    glu: Glu,
-) -> tuple[Tensor, Operand | UnquantizedRows]:
-    """The first linear with the activation: BF16 ``c``, and ``d`` of the second linear's operand.
-
-    ``c = x @ w[e].T + bias[e]`` and ``d = glu(c) * prob``; of a gated activation, gate and linear
-    features alternate in blocks of 32. ``d`` is taken from the unrounded product; of MXFP8 operands
-    it is quantized for both uses, of others it is BF16. ``prob`` is FP32, one value a row.
-    """
-    bias = None if bias is None else aligned(bias)
-    c, *d = ops.glu(_product(x, w, padded), bias, prob, glu)
-    return c, _written(x, d)
-
-
-def _written(x: OperandData, outputs: Sequence[Tensor]) -> Operand | UnquantizedRows:
-    """What a kernel with operand ``x`` wrote: `ops._KernelOutputs`."""
+def written(x: OperandData, outputs: Sequence[Tensor]) -> Operand | UnquantizedRows:
+    """What a kernel with operand ``x`` wrote: `ops.KernelOutputs`."""
     d, scales, column, column_scales, amax = outputs
     if isinstance(x, Tensor) or d.dtype != FP8:
         return UnquantizedRows(d, amax if amax.dim() == 2 else None)
@@ -177,29 +156,11 @@ def _written(x: OperandData, outputs: Sequence[Tensor]) -> Operand | Unquantized
     )
 
 
-def dglu(
-    dy: OperandData,
-    w: Sequence[OperandData],
-    padded: PaddedGroups,
-    c: Tensor,
-    prob: Tensor,
-    *,
-    bias: bool,
-    glu: Glu,
-) -> tuple[Operand | UnquantizedRows, Tensor, Tensor, Operand | UnquantizedRows | None]:
-    """Gradients of ``c``, of ``prob`` (of the rows without padding) and of the bias ``[E, N]``.
-
-    From ``dy @ w[e]`` and the arguments and results of `glu`. The gradient of ``c`` has the form of
-    its ``d``; without ``bias`` the third has no rows. The fourth is the activation again, for the
-    weight gradient of the second linear, of an activation that is not gated; else None.
-    """
-    *d, dprob, dbias, again, scales = ops.dglu(_product(dy, w, padded), c, prob, bias, glu)
-    act: Operand | UnquantizedRows | None = None
-    if glu.sides == 1 and isinstance(dy, QuantizedMatrix) and again.dtype == FP8:
-        act = Operand(None, QuantizedMatrix(again, scales, None, dy.format, True))
-    elif glu.sides == 1:
-        act = UnquantizedRows(again, None)
-    return _written(dy, d), unpad_rows(dprob, padded), dbias, act
+def recomputed(x: OperandData, act: Tensor, scales: Tensor) -> Operand | UnquantizedRows:
+    """The activation that a kernel with operand ``x`` computed again, for the weight gradient."""
+    if isinstance(x, Tensor) or act.dtype != FP8:
+        return UnquantizedRows(act, None)
+    return Operand(None, QuantizedMatrix(act, scales, None, x.format, True))
 
 
 def gemm(
@@ -217,7 +178,7 @@ def gemm(
     With ``transpose_w``, ``x @ w[e]``. Rows of no group are zero. Written to ``out`` if given.
     """
     bias = None if bias is None else aligned(bias)
-    y = ops.gemm(_product(x, w, padded), bias, row_scale, transpose_w)
+    y = ops.gemm(product_operands(x, w, padded), bias, row_scale, transpose_w)
     if padded.rows is not None:
         return unpad_rows(y, padded, out)
     # The kernel has left the rows past the last group as they were.
@@ -235,7 +196,8 @@ def supports_wgrad_outputs(out: Sequence[Tensor]) -> bool:
     ])  # fmt: skip
 
 
-def _product(x: OperandData, w: Sequence[Any], padded: PaddedGroups) -> ops.ProductOperands:
+def product_operands(x: OperandData, w: Sequence[Any], padded: PaddedGroups) -> ops.ProductOperands:
+    """The operands of the products of rows in `ops`."""
     if isinstance(x, Tensor):
         return ops.ProductOperands(x, None, list(w), [], padded.ends, None)
     data, scales = [weight.data for weight in w], [weight.scale for weight in w]
