@@ -131,7 +131,6 @@ def _multiply(
     n: int,
     n_major: bool,
     configuration: tuple[Any, ...],
-    alpha: Tensor | None,
     **arguments: Any,
 ) -> Any:
     """Call the kernel of a product of rows, ``configuration`` being its options."""
@@ -147,7 +146,7 @@ def _multiply(
         wrapper,
         (x.dtype, len(w), w[0].shape, "b_tensor" in operands, n_major, *configuration),
         padded_offsets=p.ends,
-        alpha_tensor=_ones_of(p.ends.shape[0], x.device) if alpha is None else alpha,
+        alpha_tensor=_ones_of(p.ends.shape[0], x.device) if p.alpha is None else p.alpha,
         acc_dtype=torch.float32,
         m_aligned=limits.GROUP_ROWS,
         use_dynamic_sched=True,
@@ -343,7 +342,6 @@ def _glu(
         n,
         False,
         (bias is not None, *arguments.values()),
-        operands.alpha,
         **_quantizing(x),
         **arguments,
         c_dtype=torch.bfloat16,
@@ -381,8 +379,7 @@ def _dglu(
     linear, which the kernel computes again of one that is not gated: elements quantized column-wise
     and their packed scales, or BF16; else empty.
     """
-    x, alpha = operands.x, operands.alpha
-    n_major = x.dtype != FP4_BYTES
+    x, n_major = operands.x, operands.x.dtype != FP4_BYTES
     n = _checked(operands, n_major)
     check_contiguous("prob", prob, torch.float32, x.shape[:1], x.device)
     columns = glu.sides * n
@@ -399,8 +396,8 @@ def _dglu(
         arguments["deterministic"] = True
     configuration = bias, *arguments.values()
     if glu.sides == 2:
-        # The kernel multiplies by alpha twice.
-        alpha = None if alpha is None else alpha.sqrt()
+        if operands.alpha is not None:  # by which the kernel multiplies twice
+            operands = operands._replace(alpha=operands.alpha.sqrt())
         arguments["beta_tensor"] = _ones_of(operands.ends.shape[0], x.device)
     out = _multiply(
         wrapper,
@@ -408,7 +405,6 @@ def _dglu(
         n,
         n_major,
         configuration,
-        alpha,
         **_quantizing(x),
         **arguments,
         c_tensor=c,
@@ -475,7 +471,6 @@ def _gemm(
         n,
         n_major,
         configuration,
-        operands.alpha,
         bias_tensor=None if bias is None else bias.t(),
         d_dtype=torch.bfloat16,
         d_tensor=out[:-1],
