@@ -25,7 +25,6 @@ from fusible.kernels.moe.cuda import PeerRows
 from fusible.kernels.quantize.k_major import row_matrix
 from fusible.ops.collectives import check_initialized
 from fusible.ops.exchange import (
-    SEND,
     SENT,
     Exchange,
     Received,
@@ -196,8 +195,8 @@ class Dispatch(_OverGroup):
         check_sizes("Dispatch", num_experts=num_experts)
         _check_factor("capacity_factor", capacity_factor)
         _check_factor("receive_factor", receive_factor)
-        if send not in (None, *SEND):
-            raise ValueError(f"send of Dispatch must be None or one of {SEND}, got {send!r}")
+        if send not in (None, *SENT):
+            raise ValueError(f"send of Dispatch must be None or one of {tuple(SENT)}, got {send!r}")
         if num_experts % self.processes:
             raise ValueError(
                 f"num_experts of Dispatch must be a multiple of the group's {self.processes} "

@@ -30,8 +30,7 @@ from fusible.recipes.quantize_ops import dequantize_matrix, quantize_matrix
 from fusible.recipes.recipe import Role
 
 Send = Literal["rows", "tokens", "all"]
-SEND: tuple[Send, ...] = ("rows", "tokens", "all")
-SENT = {
+SENT: dict[Send, str] = {
     "rows": "a token for each of its choices, and each row back; reads sizes on the host (on CUDA "
     "a synchronisation)",
     "tokens": "a token to each process that has an expert of it, and partial sums back; reads "
