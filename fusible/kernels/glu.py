@@ -7,6 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fusible.activations import ACTIVATIONS, ActivationFormula
+from fusible.recipes.formats import FP8_BLOCK
 
 
 class Glu(NamedTuple):
@@ -40,6 +41,14 @@ class Glu(NamedTuple):
     def sides(self) -> int:
         """Columns of the pre-activation for one of the activation: 2 if it is gated, else 1."""
         return self.row.sides
+
+    def stripe(self, columns: int) -> int:
+        """Neighbouring gate columns before their linear columns, in a pre-activation's columns."""
+        return self.interleave or columns // self.sides
+
+    def separates_blocks(self, columns: int) -> bool:
+        """Whether gate and linear columns of a pre-activation are in blocks of 128 of their own."""
+        return self.sides == 1 or self.stripe(columns) % FP8_BLOCK == 0
 
     @property
     def options(self) -> dict[str, float]:

@@ -163,18 +163,7 @@ def writes_activation(glu: Glu, columns: int, *formats: NumberFormat) -> bool:
     Both must be of 1x128 blocks, and gate and linear columns, of ``columns``, in stripes of whole
     blocks. Otherwise the definition runs if the activation is requested.
     """
-    fits = glu.sides == 1 or _takes_both_sides(glu, columns)
-    return fits and all([fmt.block == BLOCKS[0] for fmt in formats])
-
-
-def _stripe(glu: Glu, columns: int) -> int:
-    """Neighbouring gate columns before their linear columns."""
-    return glu.interleave or columns // glu.sides
-
-
-def _takes_both_sides(glu: Glu, columns: int) -> bool:
-    """Whether gates and linear columns lie in stripes of whole blocks."""
-    return glu.sides == 2 and _stripe(glu, columns) % FP8_BLOCK == 0
+    return glu.separates_blocks(columns) and all([fmt.block == BLOCKS[0] for fmt in formats])
 
 
 @torch.no_grad()
@@ -223,7 +212,7 @@ def _cuda(inputs: GluBackwardInputs, *constants: Any) -> GluBackwardPieces | Not
         k_major.check(rows, act_format)
         if not writes_activation(glu, columns, fmt, act_format):
             return NotImplemented
-    stripe = _stripe(glu, columns)
+    stripe = glu.stripe(columns)
     fits = (
         dy.dtype == torch.bfloat16
         and preact.dtype == (dy.dtype if preact_scale is None else SAVED_INPUT.element.dtype)
@@ -268,9 +257,9 @@ def _launch(
     """
     glu, fmt, _, wanted = options
     columns = inputs.preact.shape[1]
-    stripe, both_sides = _stripe(glu, columns), _takes_both_sides(glu, columns)
+    stripe, by_block = glu.stripe(columns), glu.separates_blocks(columns)
     # The kernel reads quantized pre-activations where a thread block has whole blocks of each side.
-    if not (glu.sides == 1 or both_sides):
+    if not by_block:
         inputs = inputs.decoded()
     dy, preact, scales, ends, preact_scale = inputs
     rows, groups, amax = preact.shape[0], len(ends), None
@@ -278,7 +267,7 @@ def _launch(
         amax = preact.new_zeros(groups, dtype=torch.int32)
         if values is None:
             values = torch.empty_like(preact, dtype=dy.dtype)
-    blocks = 0 if scales is None else -(-columns // FP8_BLOCK) >> both_sides
+    blocks = 0 if scales is None else -(-columns // FP8_BLOCK) >> (by_block and glu.sides == 2)
     of_rows = None if scales is None else scales.float().contiguous()
     partials = dy.new_empty(blocks * rows, dtype=torch.float32)
     constants = _kernel(options, columns, ends.dtype, scales is not None, preact_scale is not None)
@@ -307,10 +296,11 @@ def _kernel(
     wide, dtype = ends == torch.int64, PTX_NAMES[torch.bfloat16]
     uses = wanted.rowwise, wanted.columnwise
     quantize = QuantizeSpec(fmt, dtype, True, wide, *uses, k_major=True)
-    stripe = _stripe(glu, columns)
+    stripe = glu.stripe(columns)
+    both_sides = glu.sides == 2 and glu.separates_blocks(columns)
     narrow = stripe if stripe < _THREAD_COLUMNS else 0
     of_act = act_format if wanted.activation else None
-    more = wanted.values, _takes_both_sides(glu, columns), of_act, quantized_preact
+    more = wanted.values, both_sides, of_act, quantized_preact
     return (GluBackwardSpec(quantize, glu.activation, scaled, narrow, *more),)
 
 

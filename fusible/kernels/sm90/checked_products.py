@@ -217,7 +217,7 @@ def grouped_glu(
         of_blocks = fmt.scaling == limits.FP8_SCALING["input"][0]
         if not (of_blocks and limits.quantizes_activation(glu.activation, bias is not None)):
             return NotImplemented
-        if quantize_preact and not limits.quantizes_preact(*glu[:2], w[0].shape[-2]):
+        if quantize_preact and not glu.separates_blocks(w[0].shape[-2]):
             return NotImplemented
         unit = limits.FP8_MULTIPLE_OF  # threads store 16 quantized elements at once
     operands = _operands("x", x, w, ends, False, x_scale, w_scale)

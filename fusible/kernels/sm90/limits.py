@@ -3,7 +3,7 @@
 import functools
 
 from fusible.activations import ACTIVATIONS, GATED
-from fusible.recipes.formats import BLOCKS, FP8_BLOCK, fp8_block, fp8_tensor
+from fusible.recipes.formats import BLOCKS, fp8_block, fp8_tensor
 
 ARCHITECTURE = 90
 ALIGNMENT_BYTES = 16  # of addresses and row pitches, which TMA requires
@@ -44,15 +44,6 @@ def quantizes_activation(activation: str, bias: bool) -> bool:
     For these a tile needs 256 columns if it is gated.
     """
     return activation not in GATED or fits_256_columns(activation, bias)
-
-
-def quantizes_preact(activation: str, interleave: int, features: int) -> bool:
-    """Whether an epilogue that quantizes an activation does so with what it is computed from.
-
-    Gate and linear columns must be in whole blocks of 128.
-    """
-    stripe = interleave or features // 2
-    return activation not in GATED or stripe % FP8_BLOCK == 0
 
 
 @functools.lru_cache(maxsize=1024)
