@@ -60,12 +60,13 @@ class WeightProducts:
         rows: int,
         b_dtype: torch.dtype | None = None,
     ) -> None:
-        self._device, self._dtype, self._separate = device, dtype, separate
+        self._device, self._separate = device, separate
         self._rows_bucket, self._multiprocessors = rows, multiprocessors(device)
         self._is_fp8 = is_fp8(dtype)
         # Of what is neither operand: outputs, biases, pre-activations.
         self.value_dtype = value_dtype(dtype)
-        self._a_dtype, self._b_dtype = DTYPE_NAMES[dtype], DTYPE_NAMES[b_dtype or dtype]
+        self._a_dtype = DTYPE_NAMES[dtype]
+        self._b_dtype = DTYPE_NAMES[b_dtype or dtype] if self._is_fp8 else ""
         self._groups, self._columns, self._depth = shape
         self._layouts = [layout(shape, strides, turned, not separate) for turned in (False, True)]
         # One launch for each combination of arguments, as they are passed.
@@ -98,7 +99,7 @@ class WeightProducts:
         tile = tiles.choose(kind, *sizes, *needed)
         paired, stripe = (False, 0) if glu is None else _stripes(kind, tile, glu)
         spec = Spec(
-            kind, tile, dtype=self._a_dtype, b_dtype=self._b_dtype if self._is_fp8 else "",
+            kind, tile, dtype=self._a_dtype, b_dtype=self._b_dtype,
             b_scale_layout="blocks" if self._is_fp8 else "", weight_major=weight.major,
             table=self._separate, bias=bias, row_scale=DTYPE_NAMES[scale] if scale else "",
             activation="" if glu is None else glu.activation, stripe=stripe, paired=paired,
@@ -136,7 +137,7 @@ class WeightProducts:
         sizes = self._rows_bucket, self._groups, columns, depth, self._multiprocessors
         spec = Spec(
             "wgrad", tiles.choose("wgrad", *sizes, fp8=self._is_fp8),
-            dtype=self._a_dtype, b_dtype=self._b_dtype if self._is_fp8 else "",
+            dtype=self._a_dtype, b_dtype=self._b_dtype,
             b_scale_layout=("blocks" if same_scale else "rows") if self._is_fp8 else "",
             table=separate, out_dtype=DTYPE_NAMES[out_dtype], accumulate=accumulate,
         )  # fmt: skip
