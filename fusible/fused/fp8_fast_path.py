@@ -20,7 +20,6 @@ from fusible.kernels.grouped.vectors import launch_group_ends
 from fusible.kernels.quantize.glu_backward import (
     GluBackwardInputs,
     GluBackwardOptions,
-    GluBackwardUses,
     GluGradients,
     glu_gradients,
     launch_glu_backward,
@@ -146,13 +145,14 @@ class Fp8MLPFastPath(GroupedFastPath):
         self._recomputes_act = needs_w2 and not self._saves_act
         formats = self._dy_format, self._x_format
         self._writes_act = writes_activation(self._glu, fc1.op.out_features, *formats)
-        wanted = GluBackwardUses(
+        self._glu_backward = GluBackwardOptions(
+            self._glu,
+            *formats,
             activation=self._recomputes_act and self._writes_act,
             rowwise=fc1.needs.input,
             columnwise=fc1.needs.params[0],
             values=fc1.op.has_bias and fc1.needs.params[-1],
         )
-        self._glu_backward = GluBackwardOptions(self._glu, *formats, wanted)
 
     def prepared(self, *operands: Tensor) -> Any:
         """Whether these operands are supported: True, or None."""

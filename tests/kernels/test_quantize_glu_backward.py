@@ -204,8 +204,8 @@ def test_values_between_two_launches_are_bf16(monkeypatch):
     dy, preact, scales, ends = operands(256, ENDS["ragged"])
     data, scale = stored(preact)
     inputs = glu_backward.GluBackwardInputs(dy, data, scales, ends, scale)
-    uses = glu_backward.GluBackwardUses(False, True, True, False)
-    options = glu_backward.GluBackwardOptions(Glu(), *[FORMATS["groups"]] * 2, uses)
+    uses = False, True, True, False
+    options = glu_backward.GluBackwardOptions(Glu(), *[FORMATS["groups"]] * 2, *uses)
     glu_backward.launch_glu_backward(inputs, options)
     values = launched["quantize.glu_backward.quantize"][2 + 12]
     assert (values.dtype, values.shape) == (torch.bfloat16, preact.shape)

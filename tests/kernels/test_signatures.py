@@ -23,9 +23,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="would run the
 
 ENDS = torch.tensor([100, 100, 230], dtype=torch.int32)
 ROWS, COLUMNS, FORMAT = 256, 128, fp8_block()
-GRADIENTS = glu_backward.GluBackwardUses(
-    activation=False, rowwise=True, columnwise=True, values=True
-)
+GRADIENTS = True, True, True  # row-wise, column-wise and in high precision
 
 
 @pytest.fixture(autouse=True)
@@ -76,8 +74,9 @@ def test_weights(called):
 def test_the_backward_of_an_activation(glu, launches, called):
     dy = torch.zeros(ROWS, COLUMNS, dtype=torch.bfloat16)
     preact, scales = torch.zeros(ROWS, 2 * COLUMNS).bfloat16(), torch.ones(ROWS)
-    given = glu_backward.GluBackwardInputs(dy, preact, scales, ENDS), glu, FORMAT, FORMAT, GRADIENTS
-    assert glu_backward._cuda(*given) is not NotImplemented
+    inputs = glu_backward.GluBackwardInputs(dy, preact, scales, ENDS)
+    made = glu_backward._cuda(inputs, glu, FORMAT, FORMAT, False, *GRADIENTS)
+    assert made is not NotImplemented
     assert len(called) == launches
 
 
@@ -96,7 +95,7 @@ def test_the_backward_of_an_activation_that_is_written(glu, fmt, act, launches, 
     dy = torch.zeros(ROWS, COLUMNS, dtype=torch.bfloat16)
     preact = torch.zeros(ROWS, glu.sides * COLUMNS, dtype=torch.bfloat16)
     given = glu_backward.GluBackwardInputs(dy, preact, torch.ones(ROWS), ENDS), glu, fmt, act
-    made = glu_backward._cuda(*given, GRADIENTS._replace(activation=True))
+    made = glu_backward._cuda(*given, True, *GRADIENTS)
     assert (made is not NotImplemented) == (launches > 0)
     assert len(called) == launches
 
@@ -107,9 +106,9 @@ def test_blocks_that_no_product_reads_are_refused(called):
     preact, scales = torch.zeros(ROWS, 2 * COLUMNS).bfloat16(), torch.ones(ROWS)
     given = glu_backward.GluBackwardInputs(dy, preact, scales, ENDS), Glu()
     with pytest.raises(ValueError, match="operands of FP8 products must be of FP8 elements"):
-        glu_backward._cuda(*given, fmt, FORMAT, GRADIENTS)
+        glu_backward._cuda(*given, fmt, FORMAT, False, *GRADIENTS)
     with pytest.raises(ValueError, match="operands of FP8 products must be of FP8 elements"):
-        glu_backward._cuda(*given, FORMAT, fmt, GRADIENTS._replace(activation=True))
+        glu_backward._cuda(*given, FORMAT, fmt, True, *GRADIENTS)
     assert not called
 
 

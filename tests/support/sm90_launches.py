@@ -262,17 +262,17 @@ def launch_quantize(
 
 def launch_glu_backward(inputs: GluBackwardInputs, options: GluBackwardOptions) -> GluGradients:
     """`glu_backward.launch_glu_backward`, by the definition."""
-    _, fmt, act_format, wanted = options
+    _, fmt, act_format, activation, rowwise, columnwise, values = options
     made = GluBackwardPieces(*glu_backward_definition(inputs, *options))
     rows = RowsToQuantize(inputs.preact, inputs.ends)
-    operands, addresses = k_major.packed_outputs(rows, fmt, wanted.rowwise, wanted.columnwise)
+    operands, addresses = k_major.packed_outputs(rows, fmt, rowwise, columnwise)
     store_at(addresses, made[:5])
     act = None
-    if wanted.activation:
+    if activation:
         rows = RowsToQuantize(inputs.dy, inputs.ends)
         (_, act), addresses = k_major.packed_outputs(rows, act_format, False, True)
         store_at(addresses, (*made[:2], made.act, made.act_scale, made.ends))
-    return GluGradients(operands, made.dscales, made.dpreact if wanted.values else None, act)
+    return GluGradients(operands, made.dscales, made.dpreact if values else None, act)
 
 
 def store_at(addresses: Sequence[int], pieces: Sequence[Tensor]) -> None:

@@ -58,23 +58,17 @@ class GluBackwardInputs(NamedTuple):
         return self._replace(preact=input_values(saved, self.dy.dtype), preact_scale=None)
 
 
-class GluBackwardUses(NamedTuple):
-    """What is computed besides the gradient of the scales; see `quantize_glu_backward`."""
-
-    activation: bool
-    rowwise: bool
-    columnwise: bool
-    values: bool
-
-
 class GluBackwardOptions(NamedTuple):
-    """What stays the same for all inputs; see `quantize_glu_backward`."""
+    """What stays the same for all inputs, and what is computed besides the gradient of scales."""
 
     glu: Glu
     format: NumberFormat
     act_format: NumberFormat
-    """Any, where the activation is not wanted."""
-    wanted: GluBackwardUses
+    """Any, without ``activation``."""
+    activation: bool
+    rowwise: bool
+    columnwise: bool
+    values: bool
 
 
 class GluBackwardPieces(NamedTuple):
@@ -140,21 +134,21 @@ def quantize_glu_backward(
             f"dy must be ({rows}, {columns // glu.sides}) and scales ({rows},) for a "
             f"pre-activation of shape {tuple(preact.shape)}, got {tuple(dy.shape)} and {of_scales}"
         )
-    wanted = GluBackwardUses(act_format is not None, rowwise, columnwise, values)
     stored_scale = None if preact_scale is None else preact_scale.t()
     inputs = GluBackwardInputs(dy, preact, scales, ends, stored_scale)
-    return glu_gradients(inputs, GluBackwardOptions(glu, fmt, act_format or fmt, wanted))
+    wanted = act_format is not None, rowwise, columnwise, values
+    return glu_gradients(inputs, GluBackwardOptions(glu, fmt, act_format or fmt, *wanted))
 
 
 def glu_gradients(inputs: GluBackwardInputs, options: GluBackwardOptions) -> GluGradients:
     """`quantize_glu_backward` by the op."""
-    _, fmt, act_format, wanted = options
+    _, fmt, act_format, activation, rowwise, columnwise, values = options
     made = GluBackwardPieces(*glu_backward_pieces(inputs, *options))
-    operands = k_major.as_operands(made[:5], fmt, wanted.rowwise, wanted.columnwise, True)
+    operands = k_major.as_operands(made[:5], fmt, rowwise, columnwise, True)
     act = None
-    if wanted.activation:
+    if activation:
         act = k_major.column_matrix(made.act, made.act_scale, made.ends, act_format)
-    return GluGradients(operands, made.dscales, made.dpreact if wanted.values else None, act)
+    return GluGradients(operands, made.dscales, made.dpreact if values else None, act)
 
 
 def writes_activation(glu: Glu, columns: int, *formats: NumberFormat) -> bool:
@@ -172,7 +166,10 @@ def glu_backward_definition(
     glu: Glu,
     fmt: NumberFormat,
     act_format: NumberFormat,
-    wanted: GluBackwardUses,
+    activation: bool,
+    rowwise: bool,
+    columnwise: bool,
+    values: bool,
 ) -> GluBackwardPieces:
     """The definition of the op."""
     dy, preact, scales, ends, _ = inputs.decoded()
@@ -180,23 +177,22 @@ def glu_backward_definition(
     dpreact = with_zero_tail(dpreact, ends)
     dscales = dy.new_empty(0) if dscales is None else with_zero_tail(dscales, ends)
     rounded = RowsToQuantize(dpreact, ends)
-    pieces = k_major.definition(rounded, fmt, wanted.rowwise, wanted.columnwise)
-    act = glu.forward(preact, scales) if wanted.activation else dy  # of the same shape
-    of_act = k_major.definition(RowsToQuantize(act, ends), act_format, False, wanted.activation)
-    dpreact = dpreact if wanted.values else dpreact.new_empty(0)
+    pieces = k_major.definition(rounded, fmt, rowwise, columnwise)
+    act = glu.forward(preact, scales) if activation else dy  # of the same shape
+    of_act = k_major.definition(RowsToQuantize(act, ends), act_format, False, activation)
+    dpreact = dpreact if values else dpreact.new_empty(0)
     return GluBackwardPieces(*pieces, dscales, dpreact, *of_act[2:4])
 
 
 def _outputs(inputs: GluBackwardInputs, *options: Any) -> GluBackwardPieces:
     """Allocate what the op returns."""
     dy, preact, scales, ends, _ = inputs
-    _, fmt, act_format, wanted = options
-    rows = RowsToQuantize(preact, ends)
-    pieces = k_major.outputs(rows, fmt, wanted.rowwise, wanted.columnwise)
-    dpreact = dy.new_empty(preact.shape if wanted.values else (0,))
+    _, fmt, act_format, activation, rowwise, columnwise, values = options
+    pieces = k_major.outputs(RowsToQuantize(preact, ends), fmt, rowwise, columnwise)
+    dpreact = dy.new_empty(preact.shape if values else (0,))
     dscales = dy.new_empty(0) if scales is None else torch.empty_like(scales)
     act = dy.new_empty(0, dtype=act_format.element.dtype), dy.new_empty(0, dtype=torch.float32)
-    if wanted.activation:  # of the shape of `dy`
+    if activation:  # of the shape of `dy`
         act = k_major.padded_columns(dy, dy.shape[1], dy.shape[0], ends.shape[0], act_format)
     return GluBackwardPieces(*pieces, dscales, dpreact, *act)
 
@@ -204,11 +200,11 @@ def _outputs(inputs: GluBackwardInputs, *options: Any) -> GluBackwardPieces:
 def _cuda(inputs: GluBackwardInputs, *constants: Any) -> GluBackwardPieces | NotImplementedType:
     dy, preact, scales, ends, preact_scale = inputs
     options = GluBackwardOptions(*constants)
-    glu, fmt, act_format, wanted = options
+    glu, fmt, act_format, activation, *_ = options
     columns = preact.shape[1]
     rows = RowsToQuantize(dy, ends)  # of the dtype of the gradient that is quantized
     k_major.check(rows, fmt)
-    if wanted.activation:
+    if activation:
         k_major.check(rows, act_format)
         if not writes_activation(glu, columns, fmt, act_format):
             return NotImplemented
@@ -225,7 +221,7 @@ def _cuda(inputs: GluBackwardInputs, *constants: Any) -> GluBackwardPieces | Not
     scale = None if preact_scale is None else preact_scale.contiguous()
     inputs = GluBackwardInputs(aligned(dy), aligned(preact), scales, ends, scale)
     made = _outputs(inputs, *options)
-    values = made.dpreact if wanted.values else None
+    values = made.dpreact if options.values else None
     of_act = made.act, made.act_scale
     return made._replace(dscales=_launch(inputs, options, made[:5], values, of_act))
 
@@ -233,12 +229,12 @@ def _cuda(inputs: GluBackwardInputs, *constants: Any) -> GluBackwardPieces | Not
 def launch_glu_backward(inputs: GluBackwardInputs, options: GluBackwardOptions) -> GluGradients:
     """`quantize_glu_backward` by its kernels, of aligned operands that these support, unchecked."""
     dy, preact, _, ends, _ = inputs
-    _, fmt, act_format, wanted = options
+    _, fmt, act_format, activation, rowwise, columnwise, writes_values = options
     rows = RowsToQuantize(preact, ends)
-    operands, pieces = k_major.packed_outputs(rows, fmt, wanted.rowwise, wanted.columnwise)
-    values = torch.empty_like(preact, dtype=dy.dtype) if wanted.values else None
-    uses = False, wanted.activation
-    (_, act), of_act = k_major.packed_outputs(RowsToQuantize(dy, ends), act_format, *uses)
+    operands, pieces = k_major.packed_outputs(rows, fmt, rowwise, columnwise)
+    values = torch.empty_like(preact, dtype=dy.dtype) if writes_values else None
+    rows = RowsToQuantize(dy, ends)  # of the shape of the activation
+    (_, act), of_act = k_major.packed_outputs(rows, act_format, False, activation)
     dscales = _launch(inputs, options, pieces, values, of_act[2:4])
     return GluGradients(operands, dscales, values, act)
 
@@ -255,7 +251,7 @@ def _launch(
     ``gradient`` are `KMajorPieces` of the pre-activation's gradient, ``act`` elements and scales of
     the activation's column-wise use: tensors, or addresses.
     """
-    glu, fmt, _, wanted = options
+    glu, fmt, _, _, rowwise, columnwise, _ = options
     columns = inputs.preact.shape[1]
     stripe, by_block = glu.stripe(columns), glu.separates_blocks(columns)
     # The kernel reads quantized pre-activations where a thread block has whole blocks of each side.
@@ -275,9 +271,9 @@ def _launch(
     addresses = dy, preact, preact_scale, of_rows, ends, amax, *gradient, partials, values, *act
     launch("quantize.glu_backward.quantize", constants, dy.device, *addresses, *sizes, *glu[2:])
     dscales = partials if scales is None else launch_tile_sums(partials, rows, scales.dtype)
-    if values is not None and amax is not None and (wanted.rowwise or wanted.columnwise):
-        uses = wanted.rowwise, wanted.columnwise
-        k_major.launch_pieces(RowsToQuantize(values, ends), fmt, *uses, gradient, amax)
+    if values is not None and amax is not None and (rowwise or columnwise):
+        rounded = RowsToQuantize(values, ends)
+        k_major.launch_pieces(rounded, fmt, rowwise, columnwise, gradient, amax)
     return dscales
 
 
@@ -290,17 +286,16 @@ def _kernel(
     quantized_preact: bool,
 ) -> tuple[GluBackwardSpec]:
     """The kernel's constant; where a scale covers a whole group it writes high precision only."""
-    glu, fmt, act_format, wanted = options
+    glu, fmt, act_format, activation, rowwise, columnwise, values = options
     if fmt.block is None:
-        wanted = GluBackwardUses(False, False, False, values=True)
+        activation, rowwise, columnwise, values = False, False, False, True
     wide, dtype = ends == torch.int64, PTX_NAMES[torch.bfloat16]
-    uses = wanted.rowwise, wanted.columnwise
-    quantize = QuantizeSpec(fmt, dtype, True, wide, *uses, k_major=True)
+    quantize = QuantizeSpec(fmt, dtype, True, wide, rowwise, columnwise, k_major=True)
     stripe = glu.stripe(columns)
     both_sides = glu.sides == 2 and glu.separates_blocks(columns)
     narrow = stripe if stripe < _THREAD_COLUMNS else 0
-    of_act = act_format if wanted.activation else None
-    more = wanted.values, both_sides, of_act, quantized_preact
+    of_act = act_format if activation else None
+    more = values, both_sides, of_act, quantized_preact
     return (GluBackwardSpec(quantize, glu.activation, scaled, narrow, *more),)
 
 
