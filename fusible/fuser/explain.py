@@ -96,7 +96,7 @@ class Explanation:
             lines.extend(_lines(first, every_rule))
             if others:
                 named = others if len(others) < 4 else [others[0], "...", others[-1]]
-                lines.append(f"{len(others)} equal runs: {'; '.join(named)}")
+                lines.append(f"{_counted(others)}: {'; '.join(named)}")
         lines.extend(self.run_ends)
         lines.extend(f"does not run: {error}" for error in self.errors)
         return "\n".join(lines)
@@ -105,7 +105,7 @@ class Explanation:
         """The op graph as written (left) and as run (right), as SVG; also written to ``path``."""
         runs = []
         for first, others in self._grouped():
-            more = f" and {len(others)} equal runs" if others else ""
+            more = f" and {_counted(others)}" if others else ""
             runs.append((f"{first.name}{more}: {first.plan.heading}", first.run.wiring, first.plan))
         drawing = svg.draw(runs)
         if path is not None:
@@ -119,6 +119,10 @@ class Explanation:
             text = "\n".join([p.plan.heading, *_lines(p, every_rule), repr(p.run.wiring)])
             kinds.setdefault(text, []).append(p)
         return [(first, [p.name for p in others]) for first, *others in kinds.values()]
+
+
+def _counted(runs: Sequence[str]) -> str:
+    return f"{len(runs)} equal run{'s' if len(runs) > 1 else ''}"
 
 
 def explain(
@@ -380,10 +384,11 @@ def _blocks(plan: Plan, call_notes: dict[int, tuple[str, ...]]) -> list[list[str
             blocks.append([*_op_lines(plan, at), *said[at]])
             at += 1
             continue
-        lines = [f"{type(fusion.built).__name__} by {fusion.name}, forward and backward"]
+        passes = "forward and backward" if plan.grad[at].requires_grad else "forward"
+        lines = [f"{type(fusion.built).__name__} by {fusion.name}, {passes}"]
         for i in range(at, fusion.stop):
-            notes = [f"    {note}" for note in (*_cast(plan, i), *said[i])]
-            lines.extend([f"  [{i}] {plan.basic_ops[i]}", *notes])
+            notes = *_cast(plan, i), *said[i], *_recipe_notes(plan, i)
+            lines.extend([f"  [{i}] {plan.basic_ops[i]}", *[f"    {note}" for note in notes]])
         lines.extend(_saves(plan, fusion.built, at))
         lines.extend(_multiplies(*plan.recipes[at], fusion.built))
         lines.extend(f"  {note}" for note in fusion.built.notes(plan.facts[at].dtype, plan.target))
@@ -407,13 +412,18 @@ def _op_lines(plan: Plan, at: int) -> list[str]:
         notes.append(f"  kernels: {row.name if row else op.default_kernels(dtype, plan.target)}")
     if not (fused or row):
         notes.extend(f"  {note}" for note in op.notes(dtype, plan.target))
-    if recipe is not None:
-        notes.extend(f"  {note}" for note in op.recipe_notes(recipe))
+    notes.extend(_recipe_notes(plan, at))
     saves = "" if fused or not op.is_formula else "what autograd keeps of its formula"
     if row:
         saves = getattr(row.kernels, "saves", "")
         notes.extend(_multiplies(recipe, quantizes, row.kernels, op))
     return [f"[{at}] {op}", *_saves(plan, op, at, saves), *fused, *_cast(plan, at), *notes]
+
+
+def _recipe_notes(plan: Plan, at: int) -> list[str]:
+    """What the recipe does to an op, if it has one."""
+    recipe, _ = plan.recipes[at]
+    return [] if recipe is None else [f"  {n}" for n in plan.basic_ops[at].recipe_notes(recipe)]
 
 
 def _cast(plan: Plan, at: int) -> list[str]:

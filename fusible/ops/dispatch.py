@@ -66,6 +66,8 @@ class Choices(NamedTuple):
 class _OverGroup(BasicOperation):
     """An op over a process group, or of one process; arguments as in :class:`Dispatch`."""
 
+    sending_names: tuple[str, ...] = ("quantized_send", "symmetric_memory")
+
     def __init__(self, process_group: Any, quantized_send: bool, symmetric_memory: bool) -> None:
         name = type(self).__name__
         check_bools(name, quantized_send=quantized_send, symmetric_memory=symmetric_memory)
@@ -78,6 +80,13 @@ class _OverGroup(BasicOperation):
             self.processes = dist.get_world_size(process_group)
         self.process_group = process_group
         self.quantized_send, self.symmetric_memory = quantized_send, symmetric_memory
+
+    @property
+    def shown_names(self) -> tuple[str, ...]:
+        """The facts, over a group also how tokens are sent."""
+        if self.process_group is None:
+            return tuple([name for name in self.fact_names if name != "processes"])
+        return (*self.fact_names, *self.sending_names)
 
     def on_failure(self) -> None:
         """Abandon the unfinished exchanges of the group."""
@@ -170,6 +179,7 @@ class Dispatch(_OverGroup):
     num_extra_inputs = 2
     extra_input_names = ("probs", "expert_ids")
     fact_names = ("num_experts", "scale_input", "recompute_rows", "capacity_factor", "processes")
+    sending_names = ("send", "receive_factor", "max_tokens", *_OverGroup.sending_names)
     saves = "row map; with scale_input x, probs; over a group sent map"
 
     def __init__(
@@ -275,11 +285,6 @@ class Dispatch(_OverGroup):
         if isinstance(found, str):
             return f"; by collectives, not symmetric memory: {found}"
         return "; tokens are read from, and sums written to, each other's memory"
-
-    def extra_repr(self) -> str:
-        """The number of experts, and of processes."""
-        group = "" if self.process_group is None else f", processes={self.processes}"
-        return f"num_experts={self.num_experts}{group}"
 
     def forward_impl(
         self, ctx: OperationContext, input_: Tensor, probs: Tensor | None, expert_ids: Tensor | None

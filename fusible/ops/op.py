@@ -371,9 +371,14 @@ class BasicOperation(Channels, FormulaOp, FusibleOperation):
             state[held] = copy.copy(state[held])
         return state
 
+    @property
+    def shown_names(self) -> tuple[str, ...]:
+        """The attributes that its ``repr`` and ``explain`` show."""
+        return self.fact_names
+
     def extra_repr(self) -> str:
-        """The facts that are set, and not off."""
-        own = [(name, vars(self).get(name)) for name in self.fact_names]
+        """The shown attributes that are set, and not off."""
+        own = [(name, vars(self).get(name)) for name in self.shown_names]
         return ", ".join(f"{n}={v!r}" for n, v in own if v is not None and v is not False)
 
     # --- what the fuser reads --------------------------------------------------------------------

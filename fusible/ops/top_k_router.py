@@ -161,6 +161,12 @@ class TopKRouter(BasicOperation):
                     f"in {groups} groups, got {value}"
                 )
 
+    def extra_repr(self) -> str:
+        """The facts, what it learns or keeps besides the weight, and the losses it gives out."""
+        kept = [name for name in ("bias", "expert_bias") if getattr(self, name) is not None]
+        on = [f"{name}=True" for name in (*kept, *self.extra_output_names[2:])]
+        return ", ".join([super().extra_repr(), *on])
+
     def reset_parameters(self) -> None:
         """Kaiming-uniform, as ``torch.nn.Linear``; zeros for both biases."""
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))

@@ -613,3 +613,63 @@ def test_layers_that_do_not_fit_a_recipe_are_listed():
     refused = [said.partition(" ")[0] for said in explained.errors]
     assert refused == ["Sequential.0", "Sequential.2"]
     assert all("multiple of 2" in said for said in explained.errors)
+
+
+def test_runs_with_other_options_are_not_equal():
+    """What changes numbers is shown: two blocks that compute different things are two plans."""
+
+    def block(router=None, **options):
+        return fz.Sequential(
+            fz.TopKRouter(32, 4, 2, **router or {}),
+            fz.Dispatch(4, **options),
+            fz.GroupedLinear(4, 32, 64, bias=False),
+            fz.ScaledSwiGLU(),
+            fz.GroupedLinear(4, 32, 32, bias=False),
+            fz.Combine(),
+        )
+
+    same = [block(), block()]
+    others = [
+        block(capacity_factor=1.0),
+        block(recompute_rows=True),
+        block({"bias": True}),
+        block({"expert_bias": True}),
+    ]
+    explanation = fz.explain(
+        nn.Sequential(*same, *others).bfloat16(), torch.randn(8, 32).bfloat16()
+    )
+    text = str(explanation)
+    assert text.count("[0] TopKRouter(") == 1 + len(others)
+    assert text.count("1 equal run: Sequential.1.0 to Sequential.1.5") == 1
+    for option in (
+        "capacity_factor=1.0",
+        "recompute_rows=True",
+        "1.0, bias=True",
+        "expert_bias=True",
+    ):
+        assert text.count(option) == 1
+    given = block({"z_loss": True, "load_balancing_loss": True})[0]
+    assert str(given).endswith("load_balancing_loss=True, z_loss=True)")
+
+
+@pytest.mark.parametrize("target", ["cpu", "sm90"])
+def test_what_a_recipe_does_is_said_of_fused_ops_too(target):
+    options = {"bias": False, "single_grouped_weight": True, "dtype": torch.bfloat16}
+    mlp = fz.Sequential(
+        fz.GroupedLinear(4, 64, 64, **options),
+        fz.ScaledSwiGLU(),
+        fz.GroupedLinear(4, 32, 64, **options),
+    )
+    recipe, splits = fz.recipes.MXFP8BlockScaling(), torch.full((4,), 4)
+    fz.quantize_(mlp, recipe, usage="inference")
+    x = torch.randn(16, 64, dtype=torch.bfloat16, requires_grad=True)
+    given = x, splits, torch.rand(16), splits
+    with fz.autocast(recipe=recipe):
+        text = str(fz.explain(mlp, *given, target=target))
+        with torch.no_grad():
+            inference = str(fz.explain(mlp, *given, target=target))
+    assert ("GroupedMLP by grouped_mlp_sm90, forward and backward\n" in text) == (target == "sm90")
+    assert ("GroupedMLP by grouped_mlp_sm90, forward\n" in inference) == (target == "sm90")
+    for said in (text, inference):
+        assert said.count("weights are stored for inference: a forward whose input needs a") == 2
+        assert said.count("products of quantized operands: input mxfp8_e4m3") == 2
