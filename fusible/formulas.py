@@ -393,9 +393,9 @@ def router_probs_backward(
 def load_balancing_loss(logits: Tensor, ids: Tensor, score_function: str) -> Tensor:
     """``E sum_e f_e P_e``: f_e the share of choices of expert e, P_e its mean share of the scores.
 
-    One where the load is even, zero of no tokens. Source: Switch Transformers, arXiv 2101.03961,
-    equation 4; sigmoid scores are normalised first, as in DeepSeek-V3, arXiv 2412.19437,
-    equation 19.
+    One where the load is even, zero of no tokens; transformers' is ``top_k`` times as much. Source:
+    Switch Transformers, arXiv 2101.03961, equation 4; sigmoid scores are normalised first, as in
+    DeepSeek-V3, arXiv 2412.19437, equation 19.
     """
     experts = logits.shape[-1]
     scores = router_scores(logits, score_function)

@@ -367,8 +367,11 @@ def _load(target: _Reader, given: _ReadWeights) -> str:
     if isinstance(own, QuantizedTensor):
         weight, what = _stored(given, own)
     else:
-        how = "converted" if isinstance(given.parts[0], Tensor) else "decoded"
-        weight, what = given.values(own.dtype), f"{given.layout.name}, {how} to {own.dtype}"
+        first = given.parts[0]
+        how = f"{'converted' if isinstance(first, Tensor) else 'decoded'} to {own.dtype}"
+        if isinstance(first, Tensor) and first.dtype == own.dtype:
+            how = "bits kept"
+        weight, what = given.values(own.dtype), f"{given.layout.name}, {how}"
     state = {"weight": weight}
     if given.bias is not None:
         named = target.holder.named_parameters()

@@ -224,6 +224,9 @@ def test_names_of_mixtral_and_the_order_of_the_parts():
     for single in (True, False):
         module = mlp(single=single)
         done = load_checkpoint(module, state, names)
+        assert done["0"] == "high precision, bits kept"
+        wide = {name: t.float() for name, t in state.items()}
+        done = load_checkpoint(module, wide, names)
         assert done["0"] == "high precision, converted to torch.bfloat16"
         expected = torch.from_numpy(np.concatenate([values["w1"], values["w3"]], 1))
         assert torch.equal(weight(module[0]).double(), expected)
