@@ -163,8 +163,7 @@ class RunFunction(torch.autograd.Function):
                 context.operands = ()
             states.append((first, len(saved), context, rows))
         fctx.save_for_backward(*saved)
-        checks_memory = slots is None and (schedule.writes_grads or kwargs is not None)
-        fctx.call = schedule, slots, states, checks_memory
+        fctx.call = schedule, slots, states, slots is None and kwargs is not None
         if slots is None:
             fctx.within = Backward.running() if schedule.accumulating else None
             outputs = without_views(schedule, kwargs, outputs, tensors, saved)
@@ -186,7 +185,7 @@ class RunFunction(torch.autograd.Function):
     def backward(fctx: Any, *grads: Tensor) -> Any:
         """Run backward; gives the gradients of the tensors that forward was given."""
         _refuse_second_derivatives()
-        schedule, slots, states, checks_memory = fctx.call
+        schedule, slots, states, may_have_buffers = fctx.call
         saved = fctx.saved_tensors
         # New contexts: nothing that the forward made is changed, so that a second backward works.
         contexts = [
@@ -195,16 +194,18 @@ class RunFunction(torch.autograd.Function):
         ]
         if slots is None and schedule.accumulating:
             _set_leaves(fctx, schedule, contexts)
-        aliases = None
-        if checks_memory:
+        if may_have_buffers:
             check_grad_input(schedule.plan.basic_ops, contexts[0], grads, saved)
-            aliases = AliasTracker((*grads, *saved)) if schedule.writes_grads else None
+        aliases = None
+        # Compiled autograd traces this, but cannot tell memory by its address.
+        if schedule.writes_grads and slots is None and not torch.compiler.is_compiling():
+            aliases = AliasTracker((*grads, *saved))
         flat = _run_backward(schedule, contexts, grads, aliases)
         cast_grads = [
             g if g is None or g.dtype == dtype else g.to(dtype)
             for g, dtype in zip(flat, schedule.dtypes, strict=True)
         ]
-        if checks_memory:
+        if may_have_buffers:
             to_leaf = _leaf(fctx.next_functions[0][0]) is not None
             cast_grads[0] = returned_grad(contexts[0], cast_grads[0], to_leaf)
         of_tensors = cast_grads if slots is None else _summed(cast_grads, slots)

@@ -342,6 +342,35 @@ def test_a_router_adds_to_a_gradient_that_the_run_owns(monkeypatch, owner):
     torch.testing.assert_close(x.grad, leaf.grad)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of PyTorch's tracing
+@pytest.mark.parametrize("kind", ["router", "fork"])
+def test_compiled_autograd_writes_to_no_gradient(kind):
+    """It traces the backward in one graph, in which no address tells what shares memory."""
+    torch.manual_seed(0)
+    if kind == "router":
+        ops = [fz.TopKRouter(WIDTH, 4, 2, dtype=FP64), Square()]
+    else:
+        fork, add = hidden(fz.MakeExtraOutput(in_place=True)), reading(fz.AddExtraInput())
+        ops = [linear(), fork, fz.SiLU(), add, fz.SiLU()]
+    seq, x = fz.Sequential(*ops), new().requires_grad_()
+
+    def grads(context):
+        results = seq(x)
+        parts = [results] if kind == "fork" else results[:2]
+        loss = sum([t.sin().sum() for t in parts])
+        with context:
+            loss.backward()
+        found = [t.grad for t in (x, *seq.parameters())]
+        x.grad = None
+        seq.zero_grad()
+        return found
+
+    compiler = torch.compile(backend="eager", fullgraph=True)
+    compiled = grads(torch._dynamo.compiled_autograd._enable(compiler))
+    for got, want in zip(compiled, grads(nullcontext()), strict=True):
+        torch.testing.assert_close(got, want)
+
+
 # --- extra inputs in place -----------------------------------------------------------------------
 
 
