@@ -241,7 +241,7 @@ def _run_backward(
             tuple([of_extra.pop((start + i, k), None) for k in range(count)]) if count else ()
             for i, count in enumerate(step.num_extra_outputs)
         ]
-        if aliases is not None:
+        if aliases is not None and (step.is_users or step.op.writes_grads):
             others = *of_extra.values(), *chain(*of_params)
             aliases.mark_writable_grads(own, grad, grad_extra, others)
         run = step.run
